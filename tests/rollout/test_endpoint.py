@@ -486,6 +486,37 @@ def test_a_stop_text_ends_the_turn_and_is_not_part_of_the_answer(served):
     assert served.engine.seen[0][0].sampling.stop == ("Observation:",)
 
 
+@pytest.mark.parametrize("route", [CHAT, TOKENS])
+def test_a_stop_token_ends_the_turn_next_to_those_of_the_run(words, route):
+    served = Served(words, sampling=Sampling(max_tokens=100, stop_token_ids=(7,)))
+    body = {"messages": [user("a")], "stop_token_ids": [66, 7]}
+    tokens = {"token_ids": [5, 6], "sampling_params": {"stop_token_ids": [66, 7]}}
+    assert served.post(body if route == CHAT else tokens, route)[0] == 200
+    assert served.engine.seen[0][0].sampling.stop_token_ids == (7, 66)
+    served.endpoint.close()
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_ends_that_no_turn_sampled_are_counted_in_either_history(words, history):
+    served = Served(words, history=history)
+    messages = [user("a")]
+    for finish in ("length", "stop", "stop"):
+        served.engine.finish = finish
+        messages += [served.chat(messages), user("b")]
+    held = served.recorded()
+    assert len(held.sequences) == 1 and held.counts["turns/inserted_ends"] == 1
+    served.endpoint.close()
+
+
+def test_fewer_tokens_than_the_run_samples_at_least_are_refused_and_end_nothing(words):
+    served = Served(words, sampling=Sampling(max_tokens=100, min_tokens=16))
+    status, answer = served.post({"messages": [user("a")], "max_tokens": 8})
+    assert status == 400 and answer["error"].get("code") is None
+    assert answer["error"]["message"] == "max_tokens must be at least engine.sampling.min_tokens = 16 of the run: got 8"
+    assert served.address.session.refused is None and served.recorded().turns == 0
+    served.endpoint.close()
+
+
 # --- what it refuses ---------------------------------------------------------------------------------------------------
 
 
@@ -494,7 +525,9 @@ def test_the_run_s_sampling_holds_and_others_are_counted(served):
     served.chat([user("b")], temperature=1.0, top_p=1)
     request = served.engine.seen[0][0]
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.max_tokens) == (1.0, 1.0, 7)
-    assert served.recorded().counts["endpoint/overridden"] == 2
+    served.chat([user("c")], parallel_tool_calls=False, include_stop_str_in_output=True, length_penalty=2.0)
+    served.chat([user("d")], parallel_tool_calls=True, include_stop_str_in_output=False, length_penalty=1.0)
+    assert served.recorded().counts["endpoint/overridden"] == 5
 
 
 @pytest.mark.parametrize(
@@ -512,9 +545,20 @@ def test_the_run_s_sampling_holds_and_others_are_counted(served):
         ({"max_tokens": 0}, "max_tokens must be a number of tokens above 0"),
         ({"tools": [{"type": "web_search"}]}, "a tool is"),
         ({"stop": 3}, "stop must be a text"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of tokens"),
+        ({"stop_token_ids": [2**30]}, "stop_token_ids must be tokens of the vocabulary"),
+        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens is not supported: the engine reads what the messages say"),
+        ({"documents": [{"text": "a"}]}, "documents is not supported: write them into messages"),
+        ({"add_generation_prompt": False}, "add_generation_prompt is not supported: a turn of the model is sampled"),
         ({"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [
             {"id": "c", "type": "function", "function": {"name": "add", "arguments": "no"}}]}, user("b")]},
          "the arguments of a call are a JSON object"),
+        ({"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}]}, user("b")]},
+         "they contain half a character"),
+        ({"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": ' + "[" * 500 + "]" * 500 + "}"}}]}, user("b")]},
+         "levels"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_answered_is_refused_with_its_reason_and_is_no_turn(served, settings, words_):

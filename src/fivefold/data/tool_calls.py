@@ -91,10 +91,10 @@ class Parser:
             calls = self.read(text, schemas)
         except (ValueError, RecursionError) as error:
             return [ToolCall("", error=f"the call cannot be read: {error}")]
-        return [_writable(call) for call in calls] if isinstance(calls, list) else [_writable(calls)]
+        return [writable(call) for call in calls] if isinstance(calls, list) else [writable(calls)]
 
 
-def _writable(call: ToolCall) -> ToolCall:
+def writable(call: ToolCall) -> ToolCall:
     """Return a call whose arguments templates, tokenizers and servers of tools can take; others become an error."""
     level: list[Any] = [call.arguments]
     for _ in range(_DEEPEST):

@@ -33,6 +33,9 @@ _REFUSED = {
     "continue_final_message": (None, False, "a turn is sampled from its beginning"),
     "chat_template": (None, None, "the run has one chat template, data.chat_template"),
     "echo": (None, False, "the answer is what was sampled"),
+    "add_generation_prompt": (None, True, "a turn of the model is sampled"),
+    "truncate_prompt_tokens": (None, "the engine reads what the messages say"),
+    "documents": (None, [], "write them into messages"),
 }
 """Key of a request -> the values that change nothing, and why another one is refused."""
 _OF_RUN = {
@@ -51,6 +54,9 @@ _NEUTRAL: dict[str, Any] = {
     "seed": None,
     "chat_template_kwargs": {},
     "reasoning_effort": None,
+    "parallel_tool_calls": True,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1,
 }
 """Further keys that are overridden, and the value that changes nothing."""
 
@@ -66,6 +72,7 @@ class AgentRequest:
     """The context, if there are no messages."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     overridden: int = 0
     """Number of parameters that the run's sampling replaces."""
 
@@ -81,12 +88,13 @@ class AgentRequest:
             )
         for tool in tools if isinstance(tools, list) else [tools]:
             _check_tool(tool)
-        limits = [limit for limit in (body.get("max_completion_tokens"), body.get("max_tokens")) if limit is not None]
+        limits = [_limit(body.get(key), key, sampling) for key in ("max_completion_tokens", "max_tokens")]
         return cls(
             plain_messages(body.get("messages")),
             list(tools),
-            max_tokens=min((_count(limit, "max_tokens") for limit in limits), default=None),
+            max_tokens=min((limit for limit in limits if limit is not None), default=None),
             stop=_stops(body.get("stop")),
+            stop_token_ids=_tokens(body.get("stop_token_ids") or [], "stop_token_ids"),
             overridden=_overridden(body, sampling),
         )
 
@@ -94,19 +102,16 @@ class AgentRequest:
     def of_tokens(cls, body: Any, sampling: Sampling) -> AgentRequest:
         """Read the body of a request for tokens; raises UserError for what cannot be answered."""
         body = _checked(body)
-        tokens, parameters = body.get("token_ids"), _checked(body.get("sampling_params") or {})
-        if (
-            not isinstance(tokens, list)
-            or not tokens
-            or not all(type(token) is int and 0 <= token < 2**31 for token in tokens)
-        ):
+        parameters = _checked(body.get("sampling_params") or {})
+        tokens = _tokens(body.get("token_ids"), "token_ids")
+        if not tokens:
             raise UserError("token_ids must be a list of tokens that is not empty")
-        limit = parameters.get("max_tokens")
         return cls(
             None,
-            token_ids=tokens,
-            max_tokens=None if limit is None else _count(limit, "sampling_params.max_tokens"),
+            token_ids=[*tokens],
+            max_tokens=_limit(parameters.get("max_tokens"), "sampling_params.max_tokens", sampling),
             stop=_stops(parameters.get("stop")),
+            stop_token_ids=_tokens(parameters.get("stop_token_ids") or [], "sampling_params.stop_token_ids"),
             overridden=_overridden(parameters, sampling),
         )
 
@@ -131,10 +136,20 @@ def _check_tool(tool: Any) -> None:
         raise UserError(f"the parameters of a tool are a JSON schema of an object: got {shown(parameters)}")
 
 
-def _count(value: Any, key: str) -> int:
+def _limit(value: Any, key: str, sampling: Sampling) -> int | None:
+    if value is None:
+        return None
     if type(value) is not int or value < 1:
         raise UserError(f"{key} must be a number of tokens above 0: got {shown(value)}")
+    if value < sampling.min_tokens:
+        raise UserError(f"{key} must be at least engine.sampling.min_tokens = {sampling.min_tokens} of the run: got {value}")
     return value
+
+
+def _tokens(value: Any, key: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise UserError(f"{key} must be a list of tokens: got {shown(value)}")
+    return tuple(value)
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from fivefold.data.dialog import Dialog
 from fivefold.data.histories import difference
-from fivefold.data.tool_calls import ToolCall
+from fivefold.data.tool_calls import ToolCall, writable
 from fivefold.engines.sampling import request_seed
 from fivefold.errors import UserError, shown
 from fivefold.rollout.agent_requests import AgentRequest
@@ -203,16 +203,21 @@ class Session:
         Raises UserError for messages that the template refuses, and RefusedError where too little room is left.
         """
         dialog, request, parent = self._dialogs.of(turn.request.tools), turn.request, turn.parent
+        if outside := [token for token in request.stop_token_ids if token >= len(dialog.template.tokenizer)]:
+            raise UserError(f"stop_token_ids must be tokens of the vocabulary: got {shown(outside)}")
         if request.messages is None:
             turn.added = request.token_ids[len(_tokens(parent)) :] if parent else request.token_ids
         elif parent is None or not dialog.appends:
             turn.added = dialog.begin(dialog.separated(_for_template(request.messages, dialog)))[0]
             if parent is not None:
-                added = dialog.continued(_tokens(parent), turn.added)
+                held = _tokens(parent)
+                added = dialog.continued(held, turn.added)
                 if added is None:
                     turn.parent, turn.cause = None, "template"
                 else:
                     turn.added = added
+                    if held[-1] not in dialog.template.ends:
+                        self._count("turns/inserted_ends")
         else:
             turn.added = self._follow(
                 parent, _for_template(request.messages[parent.depth :], dialog, request.messages), dialog
@@ -230,7 +235,8 @@ class Session:
                 "(data.max_total_tokens)",
             )
         stop = tuple(dict.fromkeys((*self.sampling.stop, *request.stop)))
-        return context, replace(self.sampling, max_tokens=limit, stop=stop)
+        tokens = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *request.stop_token_ids)))
+        return context, replace(self.sampling, max_tokens=limit, stop=stop, stop_token_ids=tokens)
 
     def read(self, turn: AgentTurn, completion: Completion) -> None:
         """Set the answer of a turn. Called by any thread."""
@@ -416,4 +422,6 @@ def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         arguments = None
     if not isinstance(arguments, dict):
         raise UserError(f"the arguments of a call are a JSON object: got {shown(call['function']['arguments'])}")
+    if error := writable(ToolCall(call["function"]["name"], arguments)).error:
+        raise UserError(error)
     return call["function"]["name"], arguments
