@@ -56,6 +56,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "sliding_window": "without use_sliding_window there is no window",
     "max_window_layers": "without use_sliding_window there is no window",
     "layer_types": "compared with the layers that are computed",
+    "attention_bias": "the families that do not read it have the biases of their models in any case",
     "qk_head_dim": "transformers computes it from the two of which it is the sum",
 }
 """Keys with no effect on numbers here, and why."""

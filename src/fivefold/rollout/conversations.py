@@ -256,8 +256,7 @@ class Conversations:
         config = self._config
         limits = config.max_observation_tokens, config.cut_observations, config.max_observation_characters
         short = []
-        # Escaping writes more tokens, which count.
-        for message in self.dialog.escaped(messages):
+        for message in self.dialog.escaped(messages):  # which writes more tokens
             text, is_cut = self.dialog.cut(message["content"], *limits)
             held.count("turns/observations_cut", is_cut)
             short.append({**message, "content": text})
