@@ -291,7 +291,10 @@ def _other(value: Any) -> Any:
     """Return a value like this one: twice as many whole numbers in a list, or else each whole number doubled."""
     if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
         return [*value, *(max(value) + 1 + place for place in range(len(value)))]
-    return re.sub(r"\d+", lambda number: str(2 * int(number[0])), str(value)) if re.search(r"[1-9]", str(value)) else value
+    # Python reads at most 4,300 digits as one number.
+    return (
+        re.sub(r"\d{1,18}", lambda number: str(2 * int(number[0])), str(value)) if re.search(r"[1-9]", str(value)) else value
+    )
 
 
 def _unquoted(text: str) -> str:

@@ -59,3 +59,10 @@ def test_whatever_is_translated_is_the_run_of_its_yaml_and_all_else_is_a_sentenc
     outcomes = [attack(number) for number in range(60)]
     assert [fault for _, fault in outcomes if fault] == []
     assert {kind for kind, _ in outcomes} == {"accepted", "refused"}
+
+
+def test_a_list_for_the_program_and_a_number_of_5000_digits_are_refused():
+    with pytest.raises(UserError, match=r"the program of TRL must be one of grpo, dpo, sft; got \['grpo'\]"):
+        translated("trl", tree=f"{M}'-m': [grpo]\n")
+    words = ["trl", "sft", "--model_name_or_path", "m", "--dataset_name", "a/b", "--lr_scheduler_type", "9" * 5000]
+    assert any("lr_scheduler_type" in sentence for sentence in translate_words("trl", words, {}).refusals)

@@ -87,7 +87,8 @@ class OneOf:
     names: Collection[str]
 
     def fault(self, value: Any) -> str | None:
-        if value in self.names:
+        # A list may be given, which no mapping has as a name.
+        if value in list(self.names):
             return None
         return f"must be one of {', '.join(self.names)}; got {shown(value)}{suggest(value, self.names)}"
 
