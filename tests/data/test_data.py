@@ -388,7 +388,7 @@ def test_a_turn_ends_with_the_special_token_that_the_template_writes(tmp_path, t
     ],
 )
 def test_a_turn_that_no_template_ends_gets_the_end_token(tmp_path, tokenizer, template, content, end):
-    """What only the content ends with ends no turn."""
+    """A special token at the end of the content is not the end of the turn: the template did not write it."""
     import copy
 
     templated = copy.deepcopy(tokenizer)

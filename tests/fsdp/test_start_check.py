@@ -1,4 +1,4 @@
-"""What the check at start refuses: families whose packed sequences fsdp does not compute as transformers does."""
+"""The check at start refuses families whose packed sequences fsdp does not compute as transformers does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `check` accepts of a config.json without transformers, transformers itself accepts."""
+"""Each config.json that `check` accepts without importing transformers is accepted by transformers too."""
 
 from __future__ import annotations
 

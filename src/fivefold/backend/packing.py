@@ -44,7 +44,7 @@ class Packing:
     lengths: tuple[int, ...] = ()
     """Lengths of the sequences without the prefixes they continue, padded to a multiple of the context-parallel chunks."""
     real_lengths: tuple[int, ...] = ()
-    """The same lengths without padding; the micro-batch's last sequence may be padding only, and keeps its length."""
+    """`lengths` without padding. If the micro-batch's last sequence is padding only, it has the same length in both."""
     positions_T: Tensor | None = None
     """Position of each local token in its sequence."""
     pieces: tuple[Piece, ...] = ()

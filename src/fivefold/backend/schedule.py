@@ -35,7 +35,7 @@ class Schedule:
         self.num_steps = 0
         """Optimizer steps taken."""
         self._position = 0.0
-        """The same number, in the optimizer steps of this run if steps had more or fewer of them before a resume."""
+        """`num_steps`, converted to this run's `updates_per_step` if the run before a resume had another."""
         self.step(0)
 
     def step(self, updates: int) -> None:

@@ -30,7 +30,7 @@ ROUNDING_OF_LAYER = {True: 1e-5, False: 0.05}
 """Relative difference of a layer's output that rounding alone can make: in float32, and in 16 bits."""
 
 NARROW = 16
-"""What windows, chunks and numbers of selected keys are set to: both sequences are longer."""
+"""Size of windows, chunks and numbers of selected keys during the check, less than the length of either sequence."""
 _REACHES = ("sliding_window", "attention_chunk_size", "index_topk")
 """Names of what limits the keys of a token, in configurations and layers of transformers."""
 

@@ -1,4 +1,4 @@
-"""What the installed transformers refuses in `config.json`, by the types in its source: importing it takes seconds."""
+"""Find values in `config.json` that transformers would refuse, by the types in its source, as importing it takes seconds."""
 
 from __future__ import annotations
 
