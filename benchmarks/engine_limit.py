@@ -370,7 +370,9 @@ RATED = ("plain", "before", "after")
 def hardware(dry: bool) -> str:
     import torch
 
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
+    commit = os.environ.get("FIVEFOLD_COMMIT") or subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout  # fmt: skip
     device = "CPU" if dry else torch.cuda.get_device_name()
     return f"{device}, {os.cpu_count()} cores; torch {torch.__version__}; commit {commit.strip() or 'unknown'}"
 
