@@ -45,7 +45,9 @@ def _divide_quarter(begin, counter, start, quarter, width, bits):
     tl.store(begin + column, value / noise, mask=inside)
 
 
-def divide_by_noise(values_RV: Tensor, rows: Sequence[int], seeds: Sequence[int], offsets: Sequence[int]) -> None:
+def divide_by_noise(
+    values_RV: Tensor, rows: Sequence[int], seeds: Sequence[int] | np.ndarray, offsets: Sequence[int] | np.ndarray
+) -> None:
     """Divide these rows of float32 numbers in place by exponential noise with mean 1, each row by that of its own key.
 
     The largest quotient of a row of probabilities is at a token drawn from them: the first arrival of Poisson processes with
@@ -53,8 +55,9 @@ def divide_by_noise(values_RV: Tensor, rows: Sequence[int], seeds: Sequence[int]
     and (column modulo a quarter of the row, offset, 0, 0) as counter.
     """
     assert values_RV.dtype is torch.float32 and values_RV.stride(-1) == 1
-    keys = np.array([rows, seeds, offsets], np.uint64).view(np.int64)
-    on_device = torch.from_numpy(keys).to(values_RV.device, non_blocking=True)
+    keys = np.empty((3, len(rows)), np.uint64)
+    keys[0], keys[1], keys[2] = rows, seeds, offsets
+    on_device = torch.from_numpy(keys.view(np.int64)).to(values_RV.device, non_blocking=True)
     width = values_RV.shape[-1]
     grid = (len(rows), triton.cdiv(triton.cdiv(width, 4), BLOCK))
     _divide[grid](values_RV, on_device, len(rows), values_RV.stride(0), width, block=BLOCK, num_warps=4)
