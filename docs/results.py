@@ -86,23 +86,22 @@ BESIDE = """
     could not be imported, and a micro-batch of TRL has half as many samples.
 
     The sides of SmolLM2-135M differ in more than the system. Fivefold samples by four processes of vLLM, skips samples
-    that have no advantage, which changes no update, and packs 32,768 tokens into a micro-batch. TRL had 32 padded samples
-    in a micro-batch, and the script waited for the GPU around each of its forward passes. Responses had 83 and 99 tokens:
-    by sampled token the ratio is 0.24. GiB are torch's in the process that trains, which has vLLM in it with TRL;
-    Fivefold's processes of vLLM have 0.3 of the GPU, 42 GiB, besides. The script gives TRL 128 samples a micro-batch
-    since, does not wait, and measures the memory of the whole GPU; it has not run on a GPU since.
+    that have no advantage, which changes no update, and packs 32,768 tokens into a micro-batch; TRL has 128 padded samples
+    in one. Responses had 89 and 98 tokens: by sampled token the ratio is 0.31. GiB are those of all processes on the GPU;
+    for the other model's shape they are torch's in the process that trains, which has vLLM in it with TRL.
+    [h200-smollm2.txt](../benchmarks/results/h200-smollm2.txt) has each step.
 
-    SmolLM2-135M's TRL ran as transformers has it, which leaves out the gradient of the
-    pad token's embedding: SmolLM2 ends responses with that token. With it both sides take the same updates on the same
-    samples (`tests/environments/test_beside_trl.py`), and the script trains it on both sides since;
-    [h200-smollm2.txt](../benchmarks/results/h200-smollm2.txt) has each step. So the curves below were run again,
-    three seeds of each side at the same time on one GPU: the rewards agree within the noise of the seeds, as those of nine
-    seeds of Fivefold and four of TRL do on a CPU ([cpu-trl.txt](../benchmarks/results/cpu-trl.txt)).
+    transformers leaves out the gradient of the pad token's embedding, and SmolLM2 ends responses with that token; the script
+    trains it on both sides. Then both take the same updates on the same samples (`tests/environments/test_beside_trl.py`).
+    For the curves below, three seeds of each side ran at the same time on one GPU: the rewards agree within the noise of the
+    seeds, as those of nine seeds of Fivefold and four of TRL do on a CPU
+    ([cpu-trl.txt](../benchmarks/results/cpu-trl.txt)).
 """
 TRIED = """\
-GRPO on GSM8K with two learning rates, all runs from one warm start, which is not that of the tables above; the recipe has
-the larger one. On a CPU, arithmetic in words was trained with four updates in a step instead of one: the rewards of the
-first 20 steps are higher, those of the next seven are not ([cpu-words.txt](../benchmarks/results/cpu-words.txt)).
+GRPO and PPO on GSM8K with two learning rates, of which the recipes have the larger one, and DAPO on all problems instead of
+the easier ones. GRPO's runs share a warm start, which is not that of the tables above; PPO's and DAPO's have others. On a
+CPU, arithmetic in words was trained with four updates in a step instead of one: the rewards of the first 20 steps are
+higher, those of the next seven are not ([cpu-words.txt](../benchmarks/results/cpu-words.txt)).
 
 """
 TRIED_HEADS = ("keys", "steps", "s a step", "sampled: before", "after", "reward", "on")

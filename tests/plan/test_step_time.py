@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.plan_accuracy import OTHER_HOST, ROLLOUTS, UPDATES, places, second_chunk, sharded
+from benchmarks.plan_accuracy import FASTER_HOST, OTHER_HOST, ROLLOUTS, UPDATES, places, second_chunk, sharded
 from fivefold.config import RunConfig
 from fivefold.layout import ParallelLayout, PipelineSplit
 from fivefold.models.families import spec_from_config
@@ -246,9 +246,13 @@ def test_the_memory_of_one_long_recomputed_sequence_is_as_measured_on_an_h200():
 
 
 def test_every_rollout_is_predicted_within_15_percent_on_the_host_that_set_the_rates():
-    """On others a few of 1,024 sequences are further away, by up to the third by which hosts differ, or with four processes."""
-    away = [row for row in ROLLOUTS if abs((rate := row.predicted(RATES)) / row.measured(rate) - 1) > 0.15]
+    """On others a few of 1,024 sequences are further away, by up to the third by which hosts differ, or with four processes; on
+    the fastest host everything that the host decides is sampled faster than predicted."""
+    errors = [(row, (rate := row.predicted(RATES)) / row.measured(rate) - 1) for row in ROLLOUTS]
+    assert all(abs(error) <= row.bound for row, error in errors)
+    away = [row for row, error in errors if abs(error) > 0.15 and row.bound < FASTER_HOST]
     assert all(row.bound >= OTHER_HOST["bound"] and row.count == 1024 for row in away) and len(away) == 6
+    assert all(error < 0.06 for row, error in errors if row.bound == FASTER_HOST and row.processes < 4)
 
 
 def test_a_sequence_costs_the_host_more_the_more_there_are():
