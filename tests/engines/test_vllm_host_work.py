@@ -1,7 +1,9 @@
-"""Work that vLLM's host does not do: a launch for each draw, detokenizing, statistics, looking for garbage."""
+"""Work that vLLM's host does not do: a launch for each draw, looking for room that is there, detokenizing, statistics."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +50,11 @@ def in_the_ranks(mesh, directory: Path, run_dir: Path, vllm_options: dict):
     drawn = [(one.token_ids, one.logprobs) for one in complete(engine, asked)]
     from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
+    scheduler = inner.engine_core.engine_core.scheduler
+
     facts = {"block": inner.vllm_config.cache_config.block_size, "statistics": inner.log_stats, "detokenizers": kinds}
     facts["draws"] = type(random_sample).__name__
+    facts["slots"] = type(scheduler.kv_cache_manager._slots_at_hand).__name__
     engine.close()
     return facts, drawn
 
@@ -61,7 +66,7 @@ def test_in_the_ranks_nothing_is_detokenized_or_counted_and_blocks_are_as_asked(
     assert usual["block"] != large["block"] == LARGE
     for facts in (usual, large):
         assert facts["statistics"] is False and facts["detokenizers"] == {"IncrementalDetokenizer"}
-        assert facts["draws"] == "DrawsAtOnce"
+        assert facts["draws"] == "DrawsAtOnce" and facts["slots"] == "SlotsAtHand"
     assert [tokens for tokens, _ in same] == [tokens for tokens, _ in drawn]
     for (_, one), (_, other) in zip(same, drawn, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
@@ -87,6 +92,80 @@ def test_vllms_sampler_draws_as_we_tell_it(monkeypatch):
     assert sampler.random_sample is first, "once is enough"
     monkeypatch.setattr(draws, "serve", lambda probs: asked.append(probs.shape))
     assert torch.equal(drawn(), by_vllm) and asked == [(40, 50)]
+
+
+def in_a_small_cache(mesh, directory: Path, run_dir: Path, is_checked: bool):
+    """What requests sample that fill a cache until some are preempted, and how many of vLLM's calls for slots needed none.
+
+    `is_checked`: vLLM itself allocates, and each call that would have been left out is compared with what it did.
+    """
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    from fivefold.build_engine import build_engine
+    from fivefold.engines.vllm.slots import SlotsAtHand, at_hand
+
+    counts = dict.fromkeys(("calls", "left out", "vLLM's own", "preempted", "wrong"), 0)
+    vllms_own = KVCacheManager.allocate_slots
+
+    def state(manager, blocks, name: str) -> tuple:
+        held = [(block.block_id, block.ref_cnt, block.block_hash) for block in blocks.req_to_blocks.get(name, ())]
+        return held, blocks.num_cached_block.get(name), manager.block_pool.get_num_free_blocks()
+
+    def own(self, request, tokens, *arguments, **named):
+        counts["vLLM's own"] += 1
+        return vllms_own(self, request, tokens, *arguments, **named)
+
+    def checked(self, request, tokens, *arguments, **named):
+        slots, (blocks,) = SlotsAtHand.of(self), self.coordinator.single_type_managers
+        # Waiting requests have further arguments.
+        left_out = set(named) <= {"num_lookahead_tokens"} and slots.suffice(request, tokens)
+        before = state(self, blocks, request.request_id)
+        result = vllms_own(self, request, tokens, *arguments, **named)
+        counts["left out"] += left_out
+        after = state(self, blocks, request.request_id)
+        counts["wrong"] += left_out and (result is not slots.none or after != before)
+        return result
+
+    shown = checked if is_checked else at_hand(own)
+
+    def counted(self, request, *arguments, **named):
+        counts["calls"] += 1
+        counts["preempted"] = max(counts["preempted"], request.num_preemptions)
+        return shown(self, request, *arguments, **named)
+
+    counted.is_at_hand = True
+    KVCacheManager.allocate_slots = counted
+    run = config(directory, run_dir, 1)
+    run = replace(
+        run, engine=replace(run.engine, vllm={"block_size": 32, "num_gpu_blocks_override": 40, "max_num_seqs": 32})
+    )
+    engine = build_engine(run, directory, TOKENIZER, mesh.ranks, mesh.device, lambda line: None)
+    engine.update_weights(iter(load_tensors(directory).items()), 0)
+    # Some begin with the same blocks, some end where a block ends.
+    prompts = [[7 + i % 90 for i in range(length)] for length in (1, 5, 31, 32, 33, 63, 64, 65, 95, 96, 100)]
+    drawn = [(one.token_ids, one.logprobs) for one in complete(engine, requests(3, Sampling(max_tokens=70), prompts))]
+    engine.close()
+    return drawn, counts
+
+
+def test_a_request_that_has_room_is_left_as_vllm_leaves_it(cluster, model, tmp_path):
+    """Every call for slots that is left out gives what vLLM gives, and changes nothing; preempted requests are among them."""
+    ((drawn, counts),) = cluster.run(in_a_small_cache, "megatron:d1", model, tmp_path, False)
+    ((wanted, checked),) = cluster.run(in_a_small_cache, "megatron:d1", model, tmp_path, True)
+    assert checked["wrong"] == 0 and checked["preempted"] > 0 and checked["left out"] > 0.8 * checked["calls"]
+    assert counts["vLLM's own"] == counts["calls"] - checked["left out"] and counts["calls"] == checked["calls"]
+    assert drawn == wanted
+
+
+def test_the_schedulers_of_servers_look_for_room_in_the_same_way():
+    """vLLM spawns the process of a server's scheduler, which runs the program's module again under this name."""
+    program = (
+        "import runpy; runpy.run_module('fivefold.engines.vllm.serve', run_name='__mp_main__')\n"
+        "from vllm.v1.core.kv_cache_manager import KVCacheManager\n"
+        "print(KVCacheManager.allocate_slots.is_at_hand)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
 
 
 def as_a_server(mesh, directory: Path, log: Path, options: dict):

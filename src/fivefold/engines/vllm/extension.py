@@ -26,6 +26,7 @@ from fivefold.engines.servers.server import Where
 from fivefold.engines.servers.transfer import join_groups, leave, open_store
 from fivefold.engines.vllm.draws import draw_at_once
 from fivefold.engines.vllm.logprobs import LogprobCollector
+from fivefold.engines.vllm.slots import take_slots_at_hand
 from fivefold.engines.weight_comparison import SentWeights
 from fivefold.errors import RunError
 
@@ -47,8 +48,9 @@ class WeightReceiver(LogprobCollector):
     _reader: BucketReader
 
     def prepare(self) -> None:
-        """Sample from now on with keys of many requests at once, and collect the log-probs of tagged requests."""
+        """Sample from now on with less work for the host, and collect the log-probs of tagged requests."""
         draw_at_once()
+        take_slots_at_hand()
         self.collect_logprobs()
 
     def describe(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from fivefold.engines.vllm.held_weights import HeldWeights
 from fivefold.engines.vllm.logprobs import TAG, LogprobTaker, logprobs_of
 from fivefold.engines.vllm.parameters import seed_of
 from fivefold.engines.vllm.routes import V2, packed
+from fivefold.engines.vllm.slots import take_slots_at_hand
 
 if TYPE_CHECKING:
     import torch
@@ -200,4 +201,4 @@ def server_process(
 
 
 # vLLM spawns its other processes, which run this module again under its second name.
-run_as_program(__name__, main)
+run_as_program(__name__, main, take_slots_at_hand)
