@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,23 +191,28 @@ def optimizer(mesh: Mesh) -> dict[str, float]:
 
 
 def draws(mesh: Mesh) -> dict[str, Any]:
-    """Milliseconds to draw a token of each row with its own key: with a launch for each, as vLLM 0.26 does, and with one."""
-    from fivefold.engines.vllm.draws import DrawsAtOnce
+    """Milliseconds to draw a token of each row by its own key, log-probs included, as vLLM 0.26 does and as we do."""
+    from fivefold.engines.vllm.draws import KeyedSampler
 
-    def one_by_one(probs: Tensor, generators: dict[int, torch.Generator]) -> Tensor:
+    def by_vllm(logits: Tensor, generators: dict[int, torch.Generator], *_: None) -> tuple[Tensor, Tensor]:
+        probs = logits.softmax(-1)
         noise = torch.empty_like(probs)
         for row, generator in generators.items():
             noise[row].exponential_(generator=generator)
-        return probs.div_(noise).argmax(dim=-1)
+        drawn, logprobs = probs.div_(noise).argmax(dim=-1), logits.log_softmax(-1)
+        of_drawn = logprobs.gather(1, drawn[:, None])
+        return drawn, torch.cat([of_drawn, (logprobs >= of_drawn).sum(-1, keepdim=True)], 1).to("cpu", non_blocking=True)
 
     times = {}
-    for rows, vocabulary in ((256, 49152), (1024, 49152), (256, VOCABULARY)):
+    for rows, vocabulary in ((256, 49152), (1024, 49152), (256, VOCABULARY), (1024, VOCABULARY)):
         generators = {row: torch.Generator("cuda").manual_seed(row) for row in range(rows)}
-        probs = random(rows, vocabulary).float().softmax(-1)
-        ways = {"a launch for each": one_by_one, "one launch": DrawsAtOnce(one_by_one)}
+        logits = random(rows, vocabulary).float()
+        ways: dict[str, Callable[..., Any]] = {
+            "vLLM": by_vllm,
+            "one pass": KeyedSampler(by_vllm, lambda logits, k, p: logits, seed=0),
+        }
         times[f"{rows} x {vocabulary}"] = {
-            name: round(milliseconds(lambda draw=draw, probs=probs, generators=generators: draw(probs, generators)), 3)
-            for name, draw in ways.items()
+            name: round(milliseconds(partial(draw, logits, generators, None, None)), 3) for name, draw in ways.items()
         }
     return times
 

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,12 +49,10 @@ def in_the_ranks(mesh, directory: Path, run_dir: Path, vllm_options: dict):
         if len(completions) == 1:
             engine.abort()
     drawn = [(one.token_ids, one.logprobs) for one in complete(engine, asked)]
-    from vllm.v1.sample.ops.topk_topp_sampler import random_sample
-
-    scheduler = inner.engine_core.engine_core.scheduler
+    scheduler, worker = inner.engine_core.engine_core.scheduler, inner.model_executor.driver_worker.worker
 
     facts = {"block": inner.vllm_config.cache_config.block_size, "statistics": inner.log_stats, "detokenizers": kinds}
-    facts["draws"] = type(random_sample).__name__
+    facts["draws"] = type(worker.model_runner.sampler.topk_topp_sampler.forward).__name__
     facts["slots"] = type(scheduler.kv_cache_manager._slots_at_hand).__name__
     engine.close()
     return facts, drawn
@@ -66,32 +65,39 @@ def test_in_the_ranks_nothing_is_detokenized_or_counted_and_blocks_are_as_asked(
     assert usual["block"] != large["block"] == LARGE
     for facts in (usual, large):
         assert facts["statistics"] is False and facts["detokenizers"] == {"IncrementalDetokenizer"}
-        assert facts["draws"] == "DrawsAtOnce" and facts["slots"] == "SlotsAtHand"
+        assert facts["draws"] == "KeyedSampler" and facts["slots"] == "SlotsAtHand"
     assert [tokens for tokens, _ in same] == [tokens for tokens, _ in drawn]
     for (_, one), (_, other) in zip(same, drawn, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
 
 
-def test_vllms_sampler_draws_as_we_tell_it(monkeypatch):
-    """vLLM calls our `random_sample`, and on a CPU its own loop still draws the tokens."""
-    from vllm.v1.sample.ops import topk_topp_sampler as sampler
+def test_vllms_sampler_draws_as_we_tell_it_and_hands_over_log_probs(monkeypatch):
+    """vLLM calls our sampler, and on a CPU its own loop still draws the tokens."""
+    from vllm.v1.sample.sampler import Sampler
 
     from fivefold.engines.vllm import draws
 
-    def drawn() -> torch.Tensor:
+    def drawn(sampler) -> torch.Tensor:
         generators = {row: torch.Generator().manual_seed(row) for row in range(40)}
-        tokens, _ = module.forward_native(torch.zeros(40, 50), generators, None, None)
+        tokens, _ = sampler.topk_topp_sampler(logits.clone(), generators, None, torch.full((40,), 0.9))
         return tokens
 
-    module, asked = sampler.TopKTopPSampler("processed_logprobs"), []
-    monkeypatch.setattr(sampler, "random_sample", sampler.random_sample)
-    by_vllm = drawn()
-    draws.draw_at_once()
-    first = sampler.random_sample
-    draws.draw_at_once()
-    assert sampler.random_sample is first, "once is enough"
+    logits, asked = torch.randn(40, 50), []
+    by_vllm = drawn(Sampler("processed_logprobs"))
+    runner = SimpleNamespace(sampler=Sampler("processed_logprobs"), speculative_config=None)
+    first = draws.keyed_sampler(runner, 0)
+    assert draws.keyed_sampler(runner, 0) is first, "once is enough"
     monkeypatch.setattr(draws, "serve", lambda probs: asked.append(probs.shape))
-    assert torch.equal(drawn(), by_vllm) and asked == [(40, 50)]
+    tokens = drawn(runner.sampler)
+    assert torch.equal(tokens, by_vllm) and asked == [(40, 50)]
+    (same, bits), left = first.take(), first.take()
+    probs = logits.softmax(-1)
+    _, wanted = Sampler("processed_logprobs").topk_topp_sampler(logits.clone(), {}, None, torch.full((40,), 0.9))
+    assert torch.equal(same.long(), tokens.long()) and left is None
+    assert torch.equal(bits.view(torch.float32), wanted.gather(1, tokens.long()[:, None])[:, 0])
+    assert (bits.view(torch.float32) > probs.gather(1, tokens.long()[:, None])[:, 0].log()).any(), "top-p is in them"
+    for other in (SimpleNamespace(sampler=object()), SimpleNamespace(sampler=runner.sampler, speculative_config=object())):
+        assert draws.keyed_sampler(other, 0) is None
 
 
 def in_a_small_cache(mesh, directory: Path, run_dir: Path, is_checked: bool):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from fivefold.engines.vllm.logprobs import TAG, LogprobCollector, logprobs_of
 from fivefold.errors import RunError
@@ -34,17 +35,20 @@ CASES = {
 
 def vllm_s_own(engine, asked):
     """Tokens and log-probs of each request from vLLM's objects, which it makes for requests without a tag."""
-    from fivefold.engines.vllm.parameters import seed_of
+    from vllm import SamplingParams
+
+    from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
 
     inner, drawn = engine._llm.llm_engine, {}
     for request in asked:
-        parameters = engine._parameters(request.sampling)
+        parameters = SamplingParams(**sampling_arguments(request.sampling, engine._ends))
         parameters.seed = seed_of(request.seed)
         inner.add_request(str(request.id), {"prompt_token_ids": request.prompt_ids}, parameters)
     while inner.has_unfinished_requests():
         for output in inner.step():
             (one,) = output.outputs
-            drawn[int(output.request_id)] = list(one.token_ids), list(one.logprobs.logprobs)
+            if output.finished:
+                drawn[int(output.request_id)] = list(one.token_ids), list(one.logprobs.logprobs)
     return [drawn[request.id] for request in asked]
 
 
@@ -134,9 +138,9 @@ def with_a_fault(mesh, directory, fault):
     worker = worker_of(engine)
     collect = worker._collect
 
-    def faulty(output, scheduled, named):
-        if output.logprobs is not None and fault in ROWS:
-            output.logprobs = ROWS[fault](output.logprobs)
+    def faulty(output, scheduled, named, drawn):
+        if drawn is not None and fault in ROWS:
+            drawn = ROWS[fault](drawn)
         elif fault == "off by one position":
             cached = scheduled.scheduled_cached_reqs
             cached.num_output_tokens = [max(0, count - 1) for count in cached.num_output_tokens]
@@ -146,7 +150,7 @@ def with_a_fault(mesh, directory, fault):
             cached.num_output_tokens = [
                 0 if name in resumed else count for name, count in zip(cached.req_ids, cached.num_output_tokens, strict=True)
             ]
-        return collect(output, scheduled, named)
+        return collect(output, scheduled, named, drawn)
 
     worker._collect = faulty
     asked = requests(6, SAMPLING, [*PROMPTS, LONG])
@@ -160,10 +164,8 @@ def with_a_fault(mesh, directory, fault):
 
 
 ROWS = {
-    "a neighbor's row": lambda lists: lists._replace(
-        logprob_token_ids=np.roll(lists.logprob_token_ids, 1, 0), logprobs=np.roll(lists.logprobs, 1, 0)
-    ),
-    "a neighbor's log-probs alone": lambda lists: lists._replace(logprobs=np.roll(lists.logprobs, 1, 0)),
+    "a neighbor's row": lambda drawn: drawn.roll(1, 1),
+    "a neighbor's log-probs alone": lambda drawn: torch.stack([drawn[0], drawn[1].roll(1)]),
 }
 
 
@@ -197,17 +199,27 @@ class Runner:
 
 
 class Worker(LogprobCollector):
-    def __init__(self) -> None:
-        self.model_runner = Runner()
-        self.collect_logprobs()
-        self.collect_logprobs()
+    """`by_us`: our sampler hands over the log-probs of all requests, and not vLLM."""
+
+    def __init__(self, by_us: bool = False) -> None:
+        self.model_runner, self.by_us, self.taken = Runner(), by_us, []
+        for _ in range(2):
+            self.collect_logprobs(SimpleNamespace(take=lambda: self.taken.pop()))
+
+    def collected(self, *names):
+        """Tokens and log-probs of these requests."""
+        pairs = self.give_logprobs(names)
+        return [(np.frombuffer(one, np.int32).tolist(), np.frombuffer(other, np.float32).tolist()) for one, other in pairs]
 
     def step(self, drawn, *, new=(), cached=None, finished=()):
         """`drawn`: request -> its [(token, log-prob)] of the step; returns the function that fetches them."""
+        asked = None if self.by_us else 0
         named = [
             SimpleNamespace(
                 req_id=name,
-                sampling_params=SimpleNamespace(extra_args=None if name == "theirs" else {TAG: name.upper()}),
+                sampling_params=SimpleNamespace(
+                    extra_args=None if name == "theirs" else {TAG: name.upper()}, logprobs=asked
+                ),
                 prompt_token_ids=[1, 2],
                 prefill_token_ids=[1, 2, *sampled],
             )
@@ -230,20 +242,25 @@ class Worker(LogprobCollector):
         self.model_runner.output = SimpleNamespace(
             req_id_to_index={name: row for row, name in enumerate(drawn)},
             sampled_token_ids=[[token for token, _ in row] for row in drawn.values()],
-            logprobs=lists,
+            logprobs=None if self.by_us else lists,
         )
+        # vLLM discards the tokens of rows that have none here.
+        rows = [row[0] if row else (999, -9.0) for row in drawn.values()]
+        numbers = np.array([token for token, _ in rows], np.int32), np.array([logprob for _, logprob in rows], np.float32)
+        self.taken = [torch.from_numpy(np.stack([numbers[0], numbers[1].view(np.int32)])) if self.by_us else None]
         self.model_runner.execute_model(scheduled)
         return self.model_runner.sample_tokens(None).get_output
 
 
-def test_a_token_that_is_drawn_again_after_new_weights_replaces_the_first_draw():
+@pytest.mark.parametrize("by_us", [False, True])
+def test_a_token_that_is_drawn_again_after_new_weights_replaces_the_first_draw(by_us):
     """vLLM discards the token in flight where a server's weights change, and draws it again."""
-    worker = Worker()
+    worker = Worker(by_us)
     worker.step({"a": [(4, -1.0)]}, new={"a": []})()
     in_flight = worker.step({"a": [(5, -2.0)]}, cached={"a": 1})
     in_flight()
     worker.step({"a": [(5, -3.0)]}, cached={"a": 1})()
-    assert worker.give_logprobs(["A"]) == [([4, 5], [-1.0, -3.0])]
+    assert worker.collected("A") == [([4, 5], [-1.0, -3.0])]
 
 
 def test_a_request_preempted_in_the_second_runner_keeps_what_it_has_drawn():
@@ -251,15 +268,19 @@ def test_a_request_preempted_in_the_second_runner_keeps_what_it_has_drawn():
     worker.step({"a": [(4, -1.0)], "b": [(8, -0.5)]}, new={"a": [], "b": []})()
     worker.step({"a": [(5, -2.0)]}, cached={"a": 1})()
     worker.step({"b": [(9, -0.25)], "a": [(6, -3.0)]}, cached={"a": 2}, new={"b": [8]})()
-    assert worker.give_logprobs(["B", "A"]) == [([8, 9], [-0.5, -0.25]), ([4, 5, 6], [-1.0, -2.0, -3.0])]
+    assert worker.collected("B", "A") == [([8, 9], [-0.5, -0.25]), ([4, 5, 6], [-1.0, -2.0, -3.0])]
 
 
-def test_log_probs_are_those_of_their_step_though_the_next_has_begun():
-    worker = Worker()
-    first = worker.step({"a": [(4, -1.0), (5, -2.0)], "b": []}, new={"a": [], "b": []})
-    second = worker.step({"b": [(8, -0.5)], "a": [(6, -3.0)]}, cached={"b": 0, "a": 2})
+@pytest.mark.parametrize("by_us", [False, True])
+def test_log_probs_are_those_of_their_step_though_the_next_has_begun(by_us):
+    """vLLM may draw several tokens of a request in a step, our sampler does not."""
+    worker = Worker(by_us)
+    begun = {"a": [(4, -1.0)] if by_us else [(4, -1.0), (5, -2.0)], "b": []}
+    first = worker.step(begun, new={"a": [], "b": []})
+    second = worker.step({"b": [(8, -0.5)], "a": [(6, -3.0)]}, cached={"b": 0, "a": len(begun["a"])})
     first(), second()
-    assert worker.give_logprobs(["A", "B"]) == [([4, 5, 6], [-1.0, -2.0, -3.0]), ([8], [-0.5])]
+    wanted = [([4, 6], [-1.0, -3.0]) if by_us else ([4, 5, 6], [-1.0, -2.0, -3.0]), ([8], [-0.5])]
+    assert worker.collected("A", "B") == wanted
 
 
 def test_requests_of_other_clients_get_vllm_s_own_objects():
@@ -267,7 +288,7 @@ def test_requests_of_other_clients_get_vllm_s_own_objects():
     output = worker.step({"a": [(4, -1.0)], "theirs": [(5, -2.0)]}, new={"a": [], "theirs": []})()
     assert output.logprobs is not None
     assert worker.step({"a": [(6, -3.0)]}, cached={"a": 1})().logprobs is None
-    assert worker.give_logprobs(["A", "THEIRS"]) == [([4, 6], [-1.0, -3.0]), ([], [])]
+    assert worker.collected("A", "THEIRS") == [([4, 6], [-1.0, -3.0]), ([], [])]
 
 
 def test_log_probs_that_no_client_takes_do_not_pile_up(monkeypatch):
@@ -276,10 +297,13 @@ def test_log_probs_that_no_client_takes_do_not_pile_up(monkeypatch):
     for number in range(100):
         worker.step({f"a{number}": [(4, -1.0)]}, new={f"a{number}": []}, finished=[f"a{number - 1}"])()
     assert len(worker._requests) == 10
-    assert worker.give_logprobs(["A99"]) == [([4], [-1.0])]
+    assert worker.collected("A99") == [([4], [-1.0])]
 
 
 def test_a_response_longer_than_its_log_probs_is_refused():
-    assert logprobs_of("7", [4], [([], []), ([4, 5], [-1.0, -2.0])]) == [-1.0]
+    def drawn(tokens, logprobs):
+        return np.array(tokens, np.int32).tobytes(), np.array(logprobs, np.float32).tobytes()
+
+    assert logprobs_of("7", [4], [drawn([], []), drawn([4, 5], [-1.0, -2.0])]).tolist() == [-1.0]
     with pytest.raises(RunError, match="of request 7 belong to other tokens than its response, from token 1 of 2 on"):
-        logprobs_of("7", [4, 5], [([4], [-1.0])])
+        logprobs_of("7", [4, 5], [drawn([4], [-1.0])])

@@ -284,27 +284,51 @@ def philox(seed: int, columns: int, offset: int) -> np.ndarray:
     return np.concatenate(counters)[:columns]
 
 
-def noise_of(width: int, seeds: list[int], offsets: list[int]) -> torch.Tensor:
-    from fivefold.backend.kernels.noise import divide_by_noise
+def noise_of(bits: np.ndarray) -> torch.Tensor:
+    """What the kernel makes of random bits."""
+    from tests.support.noise_kernel import store_noise
 
-    ones = torch.ones(len(seeds), width, device=DEVICE)
-    divide_by_noise(ones, range(len(seeds)), seeds, offsets)
-    return 1 / ones.double().cpu()
+    given = np.zeros(-(-bits.size // 1024) * 1024, np.uint32)
+    given[: bits.size] = bits.ravel()
+    noise = torch.empty(len(given), device=DEVICE)
+    store_noise[(len(given) // 1024,)](torch.from_numpy(given.view(np.int32)).to(DEVICE), noise, block=1024)
+    return noise[: bits.size].double().cpu().view(bits.shape)
+
+
+def drawn_of(logits: torch.Tensor, seeds: list[int], offsets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and log-probs on a CPU."""
+    from fivefold.backend.kernels.noise import draw_tokens
+
+    drawn = draw_tokens(logits.to(DEVICE), np.array(seeds, np.uint64), np.array(offsets, np.int64)).cpu()
+    return drawn[0].long(), drawn[1].view(torch.float32)
 
 
 @pytest.mark.parametrize("width", [1, 3, 150, 4096, 5001])
-def test_noise_is_philox_of_its_seed_its_offset_and_its_column(width):
+def test_a_draw_is_of_its_seed_its_offset_and_its_column_by_philox(width):
+    """Against the definition in float64, where the two best scores are not equal."""
     seeds, offsets = [0, 12345, (1 << 63) - 25, (1 << 64) - 1], [0, 4, 8, 4000000]
-    for row, seed, offset in zip(noise_of(width, seeds, offsets), seeds, offsets, strict=True):
-        shares = (philox(seed, width, offset) + 0.5) / 2**32
-        # A GPU's logarithm is exact to 2^-22, and the smallest noise that is one is 1/64.
-        np.testing.assert_allclose(row, -np.log1p(-shares), rtol=3e-5)
+    logits = torch.randn(4, width, generator=torch.Generator().manual_seed(width))
+    logits[:, 5::9] = -torch.inf
+    noise = np.stack(
+        [-np.log1p(-(philox(seed, width, offset) + 0.5) / 2**32) for seed, offset in zip(seeds, offsets, strict=True)]
+    )
+    scores = logits.double() - torch.from_numpy(noise).log()
+    if width > 1:
+        best = scores.topk(2).values
+        assert (best[:, 0] - best[:, 1] > 1e-4).all(), "the test needs other logits"
+    tokens, logprobs = drawn_of(logits, seeds, offsets)
+    assert torch.equal(tokens, scores.argmax(-1))
+    wanted = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), wanted, rtol=2e-6, atol=2e-6)
 
 
 def test_a_million_numbers_of_noise_are_exponential_and_independent():
     shape = (16, 16, 4000)
-    grid = [(seed, 4 * draw) for seed in range(shape[0]) for draw in range(shape[1])]
-    noise = noise_of(shape[2], *map(list, zip(*grid, strict=True))).reshape(shape)
+    bits = np.stack([philox(seed, shape[2], 4 * draw) for seed in range(shape[0]) for draw in range(shape[1])])
+    noise = noise_of(bits.astype(np.uint32)).reshape(shape)
+    # A GPU's logarithm is exact to 2^-22, and the smallest noise that is one is 1/64.
+    exact = -np.log1p(-(bits.reshape(shape) + 0.5) / 2**32)
+    np.testing.assert_allclose(noise, exact, rtol=3e-5)
     edges = -torch.log1p(-torch.tensor([1e-5, 1e-4, 1e-3, 1e-2, *(n / 50 for n in range(1, 50)), 0.99, 0.999]).double())
     shares = torch.diff(1 - torch.exp(-edges), prepend=torch.zeros(1), append=torch.ones(1))
     counts = torch.bincount(torch.bucketize(noise.flatten(), edges), minlength=len(shares))
@@ -341,9 +365,19 @@ def at_once(monkeypatch):
     """Draws of probabilities, each call a step of the batch; vLLM's own sampler must not be called."""
     from fivefold.engines.vllm import draws
 
-    monkeypatch.setattr(draws, "serve", lambda probs: True)
-    draw = draws.DrawsAtOnce(lambda *given: pytest.fail("by vLLM's own loop"))
-    return lambda probs, generators: draw(probs.to(DEVICE, copy=True), generators).cpu()
+    monkeypatch.setattr(draws, "serve", lambda logits: True)
+    draw = draws.KeyedSampler(lambda *given: pytest.fail("by vLLM's own loop"), lambda logits, k, p: logits, seed=0)
+
+    def drawn(probs: torch.Tensor, generators: dict[int, Any]) -> torch.Tensor:
+        logits = probs.log().to(DEVICE)
+        tokens, others = draw(logits, generators, None, None)
+        same, bits = draw.take()
+        assert others is None and draw.take() is None and torch.equal(same, tokens.cpu())
+        wanted = logits.log_softmax(-1).gather(1, tokens[:, None].long())[:, 0].cpu()
+        torch.testing.assert_close(bits.view(torch.float32), wanted, rtol=2e-6, atol=2e-6)
+        return same.long()
+
+    return drawn
 
 
 @pytest.mark.parametrize("name", SAMPLINGS if ON_GPU else ["all"])
@@ -368,7 +402,6 @@ def test_a_draw_depends_on_its_key_and_its_place_in_the_response_alone(at_once):
     assert torch.equal(torch.cat([at_once(p[:1], alone) for _ in range(6)]), wanted[:, 7])
     turned = {11 - row: generator for row, generator in keys(range(12)).items()}
     assert torch.equal(torch.stack([at_once(p, turned) for _ in range(6)]).flip(1), wanted)
-    torch.manual_seed(0)
     some = {3 * row + 1: generator for row, generator in keys(range(4)).items()}
     mixed = torch.stack([at_once(p, some) for _ in range(6)])
     assert torch.equal(mixed[:, 1::3], wanted[:, :4])
@@ -380,6 +413,24 @@ def test_a_draw_depends_on_its_key_and_its_place_in_the_response_alone(at_once):
             for generator in again.values():
                 generator.set_offset(generator.get_offset() - 4)
         assert torch.equal(at_once(p, again), wanted[step])
+
+
+def test_log_probs_of_all_tokens_are_there_if_vllm_returns_some(monkeypatch):
+    """Of the truncated distribution, as vLLM's own are."""
+    from fivefold.engines.vllm import draws
+
+    monkeypatch.setattr(draws, "serve", lambda logits: True)
+    cut = torch.tensor([0.0, 0.0, -torch.inf, 0.0], device=DEVICE)
+    draw = draws.KeyedSampler(
+        lambda *given: pytest.fail("by vLLM's own loop"), lambda logits, k, p: logits + cut * k, seed=0
+    )
+    logits = torch.randn(8, 4).to(DEVICE)
+    draw.needs_all = True
+    tokens, logprobs = draw(logits, keys(range(6)), 1, None)
+    torch.testing.assert_close(logprobs, (logits + cut).log_softmax(-1))
+    assert (tokens != 2).all()
+    wanted = logprobs.gather(1, tokens[:, None].long())[:, 0].cpu()
+    torch.testing.assert_close(draw.take()[1].view(torch.float32), wanted, rtol=2e-6, atol=2e-6)
 
 
 def test_an_interrupted_request_draws_on_where_it_was(at_once, monkeypatch):

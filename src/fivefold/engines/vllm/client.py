@@ -13,6 +13,7 @@ from fivefold.engines.servers.buckets import Entry
 from fivefold.engines.servers.http import LONGEST_CALL, blocking_client, streaming_client
 from fivefold.engines.servers.server import Answer, Draw, ServerLostError, Where, unreached
 from fivefold.engines.vllm.arguments import ROUTE, TAKE, WEIGHTS
+from fivefold.engines.vllm.numbers import from_text
 from fivefold.engines.vllm.parameters import sampling_arguments
 from fivefold.engines.vllm.probe import answers, pressure, progress
 from fivefold.engines.vllm.routes import unpacked
@@ -69,9 +70,8 @@ class VLLMServer:
         except httpx.TransportError as error:
             raise unreached(self, error) from error
 
-    def _answer(
-        self, prompt: int, number: int, tokens: list[int], logprobs: list[float], reason: str, versions: Any, packed: Any
-    ) -> Answer:
+    def _answer(self, prompt: int, number: int, drawn: str, probs: str, reason: str, versions: Any, packed: Any) -> Answer:
+        tokens, logprobs = from_text(drawn, "i"), from_text(probs, "f")
         if self._routes is None:
             return number, tokens, logprobs, reason, versions, None
         array = None if packed is None else unpacked(*packed)

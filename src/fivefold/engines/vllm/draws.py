@@ -1,6 +1,6 @@
-"""Draws the tokens of all requests with a random key in one launch; vLLM launches a kernel for each of them in every step.
+"""Draws the tokens of all requests with a random key at once, with their log-probs; vLLM launches a kernel for each of them.
 
-No vLLM is imported before `draw_at_once` is called.
+No vLLM is imported before `keyed_sampler` is called.
 """
 
 from __future__ import annotations
@@ -21,37 +21,69 @@ MARK = 1 << 40
 _FEWEST = 4096
 """Number of generators that are kept at least, counting those of requests that have ended."""
 
+Drawn = tuple[Tensor | None, Tensor | None]
+"""Token of each row, and log-probs of all tokens of each row if they are needed."""
 
-class DrawsAtOnce:
-    """Takes the place of `random_sample` in vLLM's sampler.
 
-    A token depends on the key of its request and on the number of tokens drawn before it, whatever else is in the batch, as
-    with vLLM's own loop, but the numbers are others than vLLM's. Offsets of generators are counted in one array: to set each
-    of them in every step takes longer than to draw.
+class KeyedSampler:
+    """Takes the place of `forward` in vLLM's sampler, and hands over the log-prob of each drawn token.
+
+    With requests that have keys on a GPU, a token depends on the key of its request and on the number of tokens drawn before
+    it, whatever else is in the batch, as with vLLM's own loop, but the numbers are others than vLLM's. Offsets of generators
+    are counted in one array: to set each of them in every step takes longer than to draw.
     """
 
-    def __init__(self, original: Callable[..., Tensor]) -> None:
-        self._original = original
+    def __init__(self, forward: Callable[..., Any], truncate: Callable[..., Tensor], seed: int, draws: bool = True) -> None:
+        """`forward`: vLLM's own; `truncate`: its top-k and top-p; `seed`: of requests without a key; `draws`: whether to
+        draw here at all."""
+        self._vllms_own, self._truncate, self._draws = forward, truncate, draws
+        self._without_key = np.random.default_rng(seed)
         self._slots: dict[torch.Generator, int] = {}
         self._seeds, self._offsets = np.zeros(0, np.uint64), np.zeros(0, np.int64)
         self._drawn: list[torch.Generator] = []
         self._drawn_slots = np.zeros(0, np.int64)
+        self._handed_over: Tensor | None = None
+        self.needs_all = False
+        """Whether vLLM returns log-probs of the next tokens itself."""
 
-    def __call__(self, probs_RV: Tensor, generators: Mapping[int, torch.Generator], *options: Any, **named: Any) -> Tensor:
+    def __call__(self, logits_RV: Tensor, generators: Mapping[int, torch.Generator], k: Any, p: Any) -> Drawn:
         """Returns the drawn token of each row; `generators`: row -> the generator of its request, which is advanced."""
-        if not generators or any(options) or any(named.values()) or not serve(probs_RV):
-            return self._original(probs_RV, generators, *options, **named)
-        from fivefold.backend.kernels.noise import divide_by_noise
+        logprobs_RV = None
+        if generators and self._draws and serve(logits_RV):
+            from fivefold.backend.kernels.noise import draw_tokens
 
+            logits_RV = self._truncate(logits_RV, k, p)
+            drawn_2R = draw_tokens(logits_RV, *self._keys(len(logits_RV), generators))
+            tokens_R = drawn_2R[0].long()
+            if self.needs_all:
+                logprobs_RV = logits_RV.log_softmax(-1)
+        else:
+            tokens_R, logprobs_RV = self._vllms_own(logits_RV, generators, k, p)
+            if logprobs_RV is None:
+                return tokens_R, None
+            logprobs_R = logprobs_RV.gather(1, tokens_R.long()[:, None])[:, 0]
+            drawn_2R = torch.stack([tokens_R.int(), logprobs_R.float().view(torch.int32)])
+        self._handed_over = drawn_2R.to("cpu", non_blocking=True)
+        return tokens_R, logprobs_RV
+
+    def take(self) -> Tensor | None:
+        """Returns int32 [2, R], tokens and the bits of their float32 log-probs, of the draw since the last call.
+
+        The copy from a GPU may be under way: it is there when a later copy of vLLM is.
+        """
+        drawn_2R, self._handed_over = self._handed_over, None
+        return drawn_2R
+
+    def _keys(self, rows: int, generators: Mapping[int, torch.Generator]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the seed and the offset of each row, and advances the latter."""
         slots = self._slots_of([*generators.values()])
-        divide_by_noise(probs_RV, [*generators], self._seeds[slots], self._offsets[slots])
+        seeds_R, offsets_R = np.empty(rows, np.uint64), np.zeros(rows, np.int64)
+        if len(generators) < rows:
+            seeds_R[:] = self._without_key.integers(0, 1 << 63, rows, np.uint64)
+        keyed = np.fromiter(generators, np.int64, len(generators))
+        seeds_R[keyed], offsets_R[keyed] = self._seeds[slots], self._offsets[slots]
         self._offsets[slots] += PER_DRAW
-        if len(generators) < len(probs_RV):
-            others = [row for row in range(len(probs_RV)) if row not in generators]
-            index = torch.tensor(others).to(probs_RV.device, non_blocking=True)
-            rest = probs_RV.index_select(0, index)
-            probs_RV.index_copy_(0, index, rest / torch.empty_like(rest).exponential_())
-        return probs_RV.argmax(dim=-1)
+        return seeds_R, offsets_R
 
     def _slots_of(self, generators: list[torch.Generator]) -> np.ndarray:
         """Returns the places of seeds and offsets of these generators, without what vLLM has discarded."""
@@ -85,10 +117,25 @@ class DrawsAtOnce:
         self._slots, self._seeds, self._offsets = {}, self._seeds[:0], self._offsets[:0]
 
 
-def draw_at_once() -> None:
-    """Let vLLM's sampler in this process draw for all requests with a key at once, on GPUs with Triton."""
-    from vllm.v1.sample.ops import topk_topp_sampler as sampler
+def keyed_sampler(runner: Any, seed: int) -> KeyedSampler | None:
+    """Let the sampler of vLLM's model runner draw by keys and hand over log-probs from now on.
 
-    original = getattr(sampler, "random_sample", None)
-    if original is not None and not isinstance(original, DrawsAtOnce):
-        sampler.random_sample = DrawsAtOnce(original)
+    Returns None for a runner that has another sampler, or that guesses tokens ahead: its rows are not one for each request.
+    """
+    sampler: Any = getattr(runner, "sampler", None)
+    inner = getattr(sampler, "topk_topp_sampler", None)
+    if inner is None or getattr(runner, "speculative_config", None) is not None:
+        return None
+    if isinstance(inner.forward, KeyedSampler):
+        return inner.forward
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    keyed = KeyedSampler(inner.forward, apply_top_k_top_p, seed, draws=not getattr(inner, "use_fp64_gumbel", False))
+    sample = sampler.sample
+
+    def sample_noted(logits: Tensor, metadata: Any, *arguments: Any, **named: Any) -> Any:
+        keyed.needs_all = metadata.max_num_logprobs is not None or bool(getattr(metadata, "logprob_token_ids", None))
+        return sample(logits, metadata, *arguments, **named)
+
+    sampler.sample, inner.forward = sample_noted, keyed
+    return keyed

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,12 @@ from torch import Tensor
 from fivefold.distributed.objects import broadcast_json, take_records_of
 from fivefold.distributed.processes import unname_shared_memory
 from fivefold.distributed.scratch import name_shared_memory, scratch_directory
-from fivefold.engines.garbage import freeze_heap
+from fivefold.engines.garbage import collected_seldom, freeze_heap
 from fivefold.engines.transformers import stop_token_ids
 from fivefold.engines.turns import Turns
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, on_cpu
 from fivefold.engines.vllm.logprobs import TAG, logprobs_of
-from fivefold.engines.vllm.parameters import sampling_arguments, seed_of
+from fivefold.engines.vllm.parameters import sampling_arguments, seed_of, without_vllms_logprobs
 from fivefold.engines.vllm.routes import V2, as_tensor
 from fivefold.engines.weight_sync import crossed_off, give_back_memory, not_come
 from fivefold.errors import RunError
@@ -79,7 +80,7 @@ class VLLMEngine:
                 enable_sleep_mode=can_sleep,
                 **arguments,
             )
-        self._llm.collective_rpc("prepare")
+        self._hands_over_logprobs = all(self._llm.collective_rpc("prepare"))
         self._ends = stop_token_ids(directory, tokenizer)
         self._expected = [name for parameter in parameters_of(spec) for name in parameter.hf]
         # A quantized engine holds other bits than it received.
@@ -125,22 +126,22 @@ class VLLMEngine:
         engine = self._llm.llm_engine
         params = {sampling: self._parameters(sampling) for sampling in dict.fromkeys(one.sampling for one in requests)}
         for request in requests:
-            parameters = params[request.sampling].clone()
+            # vLLM copies what is in them.
+            parameters = copy(params[request.sampling])
             parameters.seed = seed_of(request.seed)
             if request.sampling.logprobs:
                 parameters.extra_args = {TAG: str(request.id)}
             engine.add_request(str(request.id), {"prompt_token_ids": request.prompt_ids}, parameters)
         self._aborted, self._tagged = [], {str(request.id) for request in requests if request.sampling.logprobs}
         try:
-            while engine.has_unfinished_requests():
-                if not self.goes_on():
-                    self.abort()
-                    break
-                for output in engine.step():
-                    (sampled,) = output.outputs
-                    routes = self._read_routes(sampled, len(output.prompt_token_ids))
-                    yield self._completion(output.request_id, sampled.token_ids, sampled.finish_reason, routes)
-            yield from self._aborted
+            with collected_seldom():
+                while engine.has_unfinished_requests():
+                    if not self.goes_on():
+                        self.abort()
+                        break
+                    if outputs := engine.step():
+                        yield from self._completions(outputs)
+                yield from self._aborted
         finally:
             # The caller may have stopped iterating.
             self.abort()
@@ -153,8 +154,9 @@ class VLLMEngine:
         """End the requests in flight: `generate` yields what they have so far."""
         processor = self._llm.llm_engine.output_processor
         running = list(processor.request_states.values())
-        for state in running:
-            self._aborted.append(self._completion(state.external_req_id, state.detokenizer.output_token_ids, "abort"))
+        drawn = {state.external_req_id: list(state.detokenizer.output_token_ids) for state in running}
+        logprobs = self._take_logprobs(drawn)
+        self._aborted += [self._completion(name, drawn[name], logprobs[name], "abort") for name in drawn]
         self._llm.llm_engine.abort_request([state.request_id for state in running], internal=True)
 
     def sleep(self) -> None:
@@ -200,18 +202,32 @@ class VLLMEngine:
             gc.unfreeze()
             dist.destroy_process_group = original
 
+    def _completions(self, outputs: Sequence[Any]) -> Iterator[Completion]:
+        drawn = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
+        logprobs = self._take_logprobs(drawn)
+        for output in outputs:
+            (sampled,), name = output.outputs, output.request_id
+            routes = self._read_routes(sampled, len(output.prompt_token_ids))
+            yield self._completion(name, drawn[name], logprobs[name], sampled.finish_reason, routes)
+
+    def _take_logprobs(self, drawn: Mapping[str, Sequence[int]]) -> dict[str, list[float]]:
+        """Returns the log-probs of requests that have ended with these tokens; none of a request without a tag."""
+        logprobs: dict[str, list[float]] = {name: [] for name in drawn}
+        if names := [name for name in drawn if name in self._tagged]:
+            collected = zip(*self._llm.collective_rpc("give_logprobs", args=(names,)), strict=True)
+            for name, answers in zip(names, collected, strict=True):
+                logprobs[name] = logprobs_of(name, drawn[name], answers).tolist()
+        return logprobs
+
     def _completion(
         self,
         name: str,
-        token_ids: Sequence[int],
+        token_ids: list[int],
+        logprobs: list[float],
         reason: Literal["stop", "length", "abort"],
         routes: Tensor | None = None,
     ) -> Completion:
-        logprobs: list[float] = []
-        if name in self._tagged:
-            collected = self._llm.collective_rpc("give_logprobs", args=([name],))
-            logprobs = logprobs_of(name, token_ids, [drawn for (drawn,) in collected])
-        return Completion(int(name), list(token_ids), logprobs, reason, self.version, routes_TLK=routes)
+        return Completion(int(name), token_ids, logprobs, reason, self.version, routes_TLK=routes)
 
     def _read_routes(self, sampled: Any, prompt: int) -> Tensor | None:
         if self._routes is None:
@@ -223,7 +239,10 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        return SamplingParams(**sampling_arguments(sampling, self._ends), output_kind=RequestOutputKind.FINAL_ONLY)
+        arguments = sampling_arguments(sampling, self._ends)
+        if self._hands_over_logprobs:
+            arguments = without_vllms_logprobs(arguments)
+        return SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

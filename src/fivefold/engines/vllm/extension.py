@@ -20,11 +20,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
 from fivefold.distributed.processes import unname_shared_memory
-from fivefold.engines.garbage import freeze_heap
+from fivefold.engines.garbage import collect_seldom, freeze_heap
 from fivefold.engines.servers.buckets import BucketReader, Entry
 from fivefold.engines.servers.server import Where
 from fivefold.engines.servers.transfer import join_groups, leave, open_store
-from fivefold.engines.vllm.draws import draw_at_once
+from fivefold.engines.vllm.draws import keyed_sampler
 from fivefold.engines.vllm.logprobs import LogprobCollector
 from fivefold.engines.vllm.slots import take_slots_at_hand
 from fivefold.engines.weight_comparison import SentWeights
@@ -47,11 +47,15 @@ class WeightReceiver(LogprobCollector):
     _groups: Sequence[Any] = ()
     _reader: BucketReader
 
-    def prepare(self) -> None:
-        """Sample from now on with less work for the host, and collect the log-probs of tagged requests."""
-        draw_at_once()
+    def prepare(self) -> bool:
+        """Sample from now on with less work for the host, and collect the log-probs of tagged requests.
+
+        Returns whether requests of drawn tokens need no log-probs of vLLM.
+        """
         take_slots_at_hand()
-        self.collect_logprobs()
+        sampler = keyed_sampler(self.model_runner, self.vllm_config.model_config.seed or 0)
+        self.collect_logprobs(sampler)
+        return sampler is not None
 
     def describe(self) -> dict[str, Any]:
         """Returns what senders of weights and requests need to check about this engine."""
@@ -88,10 +92,10 @@ class WeightReceiver(LogprobCollector):
             torch.cuda.current_stream().synchronize()
 
     def take(self, run: str) -> int:
-        """Accept weights of this run alone from now on, and collect the log-probs of its requests; returns the number of
-        objects that the collector of garbage still looks at."""
+        """Accept weights of this run alone from now on; returns the number of objects that the collector of garbage still
+        looks at."""
         self._run = run
-        self.prepare()
+        collect_seldom()
         # vLLM itself does not in every process: 0.20 not in workers of several GPUs, 0.32 not in workers on CPUs.
         return freeze_heap()
 

@@ -11,6 +11,10 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from fivefold.engines.vllm.draws import KeyedSampler
 from fivefold.errors import RunError
 
 TAG = "fivefold"
@@ -18,17 +22,17 @@ TAG = "fivefold"
 _MOST_UNTAKEN = 1 << 14
 """Number of requests whose log-probs are kept, counting those that no client takes any more."""
 
-Drawn = tuple[list[int], list[float]]
-"""Tokens of a request that were drawn so far, and their log-probs."""
+Drawn = tuple[bytes, bytes]
+"""Tokens of a request that were drawn so far, as int32, and their log-probs, as float32."""
 
 
 class _Request:
-    """Tokens and log-probs of one request, in the order of its response."""
+    """Tokens and log-probs of one request, in the order of its response; `by_us`: handed over by our sampler."""
 
-    __slots__ = ("logprobs", "tokens")
+    __slots__ = ("by_us", "logprobs", "tokens")
 
-    def __init__(self) -> None:
-        self.tokens, self.logprobs = array("i"), array("f")
+    def __init__(self, by_us: bool = False) -> None:
+        self.tokens, self.logprobs, self.by_us = array("i"), array("f"), by_us
 
 
 class LogprobCollector:
@@ -37,12 +41,13 @@ class LogprobCollector:
     model_runner: Any
 
     _requests: dict[str, _Request]
+    _sampler: KeyedSampler | None
 
-    def collect_logprobs(self) -> None:
-        """Collect log-probs of tagged requests from now on."""
+    def collect_logprobs(self, sampler: KeyedSampler | None) -> None:
+        """Collect log-probs of tagged requests from now on; `sampler` hands over those that vLLM does not compute."""
         if hasattr(self, "_requests"):
             return
-        self._requests, runner = {}, self.model_runner
+        self._requests, self._sampler, runner = {}, sampler, self.model_runner
         named: dict[str, _Request] = {}
         execute, sample, scheduled = runner.execute_model, runner.sample_tokens, None
 
@@ -59,18 +64,19 @@ class LogprobCollector:
     def give_logprobs(self, names: Sequence[str]) -> list[Drawn]:
         """Returns tokens and log-probs of requests that are done; a request that has drawn no token has none."""
         drawn = [self._requests.pop(name, _Request()) for name in names]
-        return [(one.tokens.tolist(), one.logprobs.tolist()) for one in drawn]
+        return [(one.tokens.tobytes(), one.logprobs.tobytes()) for one in drawn]
 
     def _watched(self, result: Any, scheduled: Any, named: dict[str, _Request]) -> Any:
         """Returns a runner's result without the log-probs of tagged requests, which are collected once it is there."""
+        drawn = None if result is None or self._sampler is None else self._sampler.take()
         if hasattr(result, "get_output"):
             # The copy from the GPU is under way.
             get: Callable[[], Any] = result.get_output
-            result.get_output = lambda: self._collect(get(), scheduled, named)
+            result.get_output = lambda: self._collect(get(), scheduled, named, drawn)
             return result
-        return result if result is None else self._collect(result, scheduled, named)
+        return result if result is None else self._collect(result, scheduled, named, drawn)
 
-    def _collect(self, output: Any, scheduled: Any, named: dict[str, _Request]) -> Any:
+    def _collect(self, output: Any, scheduled: Any, named: dict[str, _Request], drawn_2R: Tensor | None) -> Any:
         cached = scheduled.scheduled_cached_reqs
         positions: dict[str, int] = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
         for name in scheduled.finished_req_ids:
@@ -81,19 +87,22 @@ class LogprobCollector:
                 drawn = len(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids) - len(new.prompt_token_ids)
                 positions[new.req_id] = drawn
                 before = self._requests.get(tag) if drawn else None
-                named[new.req_id] = self._requests[tag] = before or _Request()
+                by_us = getattr(new.sampling_params, "logprobs", None) is None
+                named[new.req_id] = self._requests[tag] = before or _Request(by_us)
         while len(self._requests) > max(_MOST_UNTAKEN, 2 * len(named)):
             self._requests.pop(next(iter(self._requests)), None)
-        if output.logprobs is None or not named:
+        if not named:
             return output
         # The tokens are taken from the rows of the log-probs, so that a wrong row is seen when they are handed over.
-        tokens, logprobs = output.logprobs.logprob_token_ids[:, 0].tolist(), output.logprobs.logprobs[:, 0].tolist()
-        starts, sampled, are_all = output.logprobs.cu_num_generated_tokens, output.sampled_token_ids, True
+        ours, theirs = _rows(drawn_2R), _rows_of_vllm(output.logprobs)
+        starts = None if output.logprobs is None else output.logprobs.cu_num_generated_tokens
+        sampled, are_all = output.sampled_token_ids, True
         for name, row in output.req_id_to_index.items():
             if (one := named.get(name)) is None:
                 are_all = False
             elif count := len(sampled[row]):
-                first, drawn_tokens = row if starts is None else starts[row], one.tokens
+                tokens, logprobs = ours if one.by_us else theirs
+                first, drawn_tokens = row if one.by_us or starts is None else starts[row], one.tokens
                 if (position := positions[name]) < len(drawn_tokens):
                     # vLLM draws again what it discards.
                     del drawn_tokens[position:], one.logprobs[position:]
@@ -108,24 +117,41 @@ class LogprobCollector:
         return output
 
 
+_Rows = tuple[list[int], list[float]]
+
+
+def _rows(drawn_2R: Tensor | None) -> _Rows:
+    if drawn_2R is None:
+        return [], []
+    drawn = drawn_2R.numpy()
+    return drawn[0].tolist(), drawn[1].view(np.float32).tolist()
+
+
+def _rows_of_vllm(lists: Any) -> _Rows:
+    return ([], []) if lists is None else (lists.logprob_token_ids[:, 0].tolist(), lists.logprobs[:, 0].tolist())
+
+
 def _tag_of(new: Any) -> str | None:
     extra: Mapping[str, Any] = getattr(new.sampling_params, "extra_args", None) or {}
     return extra.get(TAG)
 
 
-def logprobs_of(name: str, token_ids: Sequence[int], answers: Sequence[Drawn]) -> list[float]:
+def logprobs_of(name: str, token_ids: Sequence[int], answers: Sequence[Drawn]) -> array[float]:
     """Returns the log-probs of a response from what the workers of a replica collected; raises RunError if they belong to
     other tokens."""
-    tokens, logprobs = max(answers, key=lambda drawn: len(drawn[0]))
-    count = len(token_ids)
-    if tokens[:count] != list(token_ids):
-        pairs = enumerate(zip(token_ids, tokens, strict=False))
+    collected, logprobs = max(answers, key=lambda drawn: len(drawn[0]))
+    wanted, drawn = array("i", token_ids), array("f")
+    if not collected.startswith(wanted.tobytes()):
+        tokens = array("i")
+        tokens.frombytes(collected)
+        pairs = enumerate(zip(wanted, tokens, strict=False))
         place = next((at for at, (token, other) in pairs if token != other), len(tokens))
         raise RunError(
-            f"vLLM's log-probs of request {name} belong to other tokens than its response, from token {place} of {count} "
-            "on: this release hands them over in another way; please report it with the version of vLLM"
+            f"vLLM's log-probs of request {name} belong to other tokens than its response, from token {place} of "
+            f"{len(wanted)} on: this release hands them over in another way; please report it with the version of vLLM"
         )
-    return logprobs[:count]
+    drawn.frombytes(logprobs[: len(wanted) * drawn.itemsize])
+    return drawn
 
 
 class LogprobTaker:

@@ -34,3 +34,8 @@ def sampling_arguments(sampling: Sampling, ends: Collection[int]) -> dict[str, A
         "logprobs": 0 if sampling.logprobs else None,
         "flat_logprobs": True,
     }
+
+
+def without_vllms_logprobs(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns parameters that do not ask vLLM for log-probs, where the workers hand over those of drawn tokens."""
+    return arguments if arguments["temperature"] == 0 else {**arguments, "logprobs": None}

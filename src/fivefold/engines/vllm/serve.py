@@ -11,18 +11,21 @@ import asyncio
 import json
 import os
 import sys
+from array import array
 from collections.abc import AsyncIterator, Callable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.distributed.compiler_caches import use_compiler_caches
 from fivefold.engines.arguments import flags
-from fivefold.engines.garbage import freeze_heap
+from fivefold.engines.garbage import collect_seldom, freeze_heap
 from fivefold.engines.servers.server_process import ServerProcess, devices_from, own_environment, run_as_program
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, PROGRESS, ROUTE, TAKE, WEIGHTS, on_cpu
 from fivefold.engines.vllm.held_weights import HeldWeights
 from fivefold.engines.vllm.logprobs import TAG, LogprobTaker, logprobs_of
-from fivefold.engines.vllm.parameters import seed_of
+from fivefold.engines.vllm.numbers import as_text
+from fivefold.engines.vllm.parameters import seed_of, without_vllms_logprobs
 from fivefold.engines.vllm.routes import V2, packed
 from fivefold.engines.vllm.slots import take_slots_at_hand
 
@@ -66,7 +69,7 @@ def _with_route(build_app: Callable[..., Any]) -> Callable[..., Any]:
     def build(*arguments: Any, **named: Any) -> Any:
         app = build_app(*arguments, **named)
         app.state.run, app.state.weights, app.state.logprobs = None, HeldWeights(), LogprobTaker()
-        app.state.sampled = 0
+        app.state.sampled, app.state.hands_over_logprobs = 0, False
         app.router.add_route(TAKE, _take, methods=["POST"])
         app.router.add_route(WEIGHTS, _weights, methods=["POST"])
         app.router.add_route(ROUTE, _generate, methods=["POST"])
@@ -84,8 +87,11 @@ async def _take(raw: Any) -> Any:
     from starlette.responses import JSONResponse
     from vllm.outputs import CompletionOutput
 
-    raw.app.state.run = (await raw.json())["run"]
-    raw.app.state.weights.cut()
+    state = raw.app.state
+    state.run = (await raw.json())["run"]
+    state.weights.cut()
+    state.hands_over_logprobs = all(await state.engine_client.collective_rpc(method="prepare"))
+    collect_seldom()
     names_versions = "weight_versions" in CompletionOutput.__dataclass_fields__
     return JSONResponse({"names_versions": names_versions, "scanned": freeze_heap()})
 
@@ -124,7 +130,7 @@ async def _weights(raw: Any) -> Any:
 async def _generate(raw: Any) -> Any:
     """{run, prompt_ids, sampling, draws: [[id, seed], ...]} -> a line of JSON for each draw, as they end.
 
-    Each line is an Answer with packed routes.
+    Each line is an Answer with its numbers as text, and packed routes.
     """
     from starlette.responses import PlainTextResponse, StreamingResponse
 
@@ -144,24 +150,27 @@ async def _lines(state: Any, request: dict[str, Any]) -> AsyncIterator[str]:
 
     engine, sampling = state.engine_client, request["sampling"]
     sampling["logit_bias"] = sampling["logit_bias"] and {int(one): bias for one, bias in sampling["logit_bias"].items()}
+    has_logprobs = sampling["logprobs"] is not None
+    if state.hands_over_logprobs:
+        sampling = without_vllms_logprobs(sampling)
     params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def draw(number: int, name: str, seed: int) -> str:
-        parameters = params.clone()
+        # vLLM copies what is in them.
+        parameters = copy(params)
         parameters.seed = seed_of(seed)
-        if parameters.logprobs is not None:
+        if has_logprobs:
             parameters.extra_args = {TAG: name}
         async for output in engine.generate({"prompt_token_ids": request["prompt_ids"]}, parameters, name):
             (sampled,) = output.outputs
         spans = getattr(sampled, "weight_versions", None)
         versions = spans and [(int(span.version), span.end - span.start) for span in spans]
-        token_ids = list(sampled.token_ids)
-        state.sampled += len(token_ids)
-        logprobs = (
-            [] if parameters.logprobs is None else logprobs_of(name, token_ids, await state.logprobs.take(engine, name))
-        )
-        answer = number, token_ids, logprobs, sampled.finish_reason, versions
-        return json.dumps([*answer, packed(getattr(sampled, "routed_experts", None))])
+        state.sampled += len(sampled.token_ids)
+        logprobs = array("f")
+        if has_logprobs:
+            logprobs = logprobs_of(name, sampled.token_ids, await state.logprobs.take(engine, name))
+        answer = as_text(array("i", sampled.token_ids)), as_text(logprobs), sampled.finish_reason, versions
+        return json.dumps([number, *answer, packed(getattr(sampled, "routed_experts", None))])
 
     draws = [asyncio.ensure_future(draw(number, f"{request['name']}-{number}", seed)) for number, seed in request["draws"]]
     try:
