@@ -157,9 +157,10 @@ def child(given: dict[str, Any]) -> None:
     print("@@ready", flush=True)
     for line in sys.stdin:
         row = json.loads(line)
-        measure(engine, inner, given, {**row, "tokens": 2, "number": row["number"] + 500})
+        measure(engine, inner, {**row, "tokens": 2}, prompts_of(row["number"] + 500, row, given["vocab"]))
+        prompts = prompts_of(row["number"], row, given["vocab"])
         timers.take()
-        begin, tokens = time.time(), measure(engine, inner, given, row)
+        begin, tokens = time.time(), measure(engine, inner, row, prompts)
         print("@@" + json.dumps({"begin": begin, "end": time.time(), "tokens": tokens, "host": timers.take()}), flush=True)
 
 
@@ -222,7 +223,14 @@ def ours(given: dict[str, Any], device: Any) -> Any:
     return engine
 
 
-def measure(engine: Any, inner: Any, given: dict[str, Any], row: dict[str, Any]) -> int:
+def prompts_of(number: int, row: dict[str, Any], vocabulary: int) -> list[list[int]]:
+    """The prompts of a row, eight requests to each."""
+    draw = random.Random(number)
+    texts = [[draw.randrange(10, vocabulary - 10) for _ in range(row["prompt"])] for _ in range(row["sequences"] // 8)]
+    return [text for text in texts for _ in range(8)]
+
+
+def measure(engine: Any, inner: Any, row: dict[str, Any], prompts: list[list[int]]) -> int:
     """Sample the requests of a row; returns the number of tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -230,8 +238,6 @@ def measure(engine: Any, inner: Any, given: dict[str, Any], row: dict[str, Any])
     from fivefold.types import Request, Sampling
 
     draw = random.Random(row["number"])
-    texts = [[draw.randrange(10, given["vocab"] - 10) for _ in range(row["prompt"])] for _ in range(row["sequences"] // 8)]
-    prompts = [text for text in texts for _ in range(8)]
     if row["logprobs"] == "collected" or (engine is not None and row["logprobs"] is None):
         sampling = Sampling(max_tokens=row["tokens"], ignore_eos=True, logprobs=row["logprobs"] is not None)
         requests = [Request(i, prompt, sampling, draw.getrandbits(62)) for i, prompt in enumerate(prompts)]

@@ -212,7 +212,7 @@ def seeds_of(change):
     """Plant other seeds of vLLM's requests: `change` gets the key of each, one after the other."""
 
     def plant(engine) -> None:
-        from fivefold.engines.vllm import engine as module
+        from fivefold.engines.vllm import parameters as module
 
         module.seed_of = change
 

@@ -21,7 +21,6 @@ def test_numbers_in_an_answer_keep_every_bit(kind, numbers):
 
 def test_a_rank_collects_garbage_as_before_once_it_has_sampled():
     before = gc.get_threshold()
-    with pytest.raises(ValueError, match="stopped"), collected_seldom():
+    with collected_seldom():
         assert gc.get_threshold()[0] == 50_000
-        raise ValueError("stopped")
     assert gc.get_threshold() == before

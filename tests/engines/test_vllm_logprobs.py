@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.engines.vllm.logprobs import TAG, LogprobCollector, logprobs_of
+from fivefold.engines.vllm.logprobs import LogprobCollector, logprobs_of
+from fivefold.engines.vllm.parameters import TAG
 from fivefold.errors import RunError
 from tests.engines.test_vllm_engine import sized, vllm_engine  # noqa: F401
 from tests.support.engines import OPTIONS, PROMPTS, SAMPLING, complete, requests

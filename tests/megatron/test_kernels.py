@@ -12,6 +12,7 @@ import torch
 
 from fivefold.types import Sampling
 from tests.support.draws import RARE, SAMPLINGS, VOCAB, chi_squared, expected, pairs
+from tests.support.philox import Key, philox, scores_of
 
 pytestmark = pytest.mark.kernels
 ON_GPU = torch.cuda.is_available()
@@ -268,22 +269,6 @@ def test_rows_at_places_are_summed_in_one_pass(dtype, width, most):
     assert sum_rows(rows, places[:0]).shape == (0, width)
 
 
-def philox(seed: int, columns: int, offset: int) -> np.ndarray:
-    """The 32 bits of each column by Philox4x32-10 as its paper writes it down (Salmon et al. 2011, section 3.3)."""
-    quarter, low = -(-columns // 4), np.uint64(0xFFFFFFFF)
-    counters = [np.arange(quarter, dtype=np.uint64), *(np.full(quarter, part, np.uint64) for part in (offset, 0, 0))]
-    keys = [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(10):
-        products = np.uint64(0xD2511F53) * counters[0], np.uint64(0xCD9E8D57) * counters[2]
-        highs = [product >> np.uint64(32) for product in products]
-        counters = [
-            highs[1] ^ counters[1] ^ np.uint64(keys[0]), products[1] & low,
-            highs[0] ^ counters[3] ^ np.uint64(keys[1]), products[0] & low,
-        ]  # fmt: skip
-        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return np.concatenate(counters)[:columns]
-
-
 def noise_of(bits: np.ndarray) -> torch.Tensor:
     """What the kernel makes of random bits."""
     from tests.support.noise_kernel import store_noise
@@ -309,10 +294,7 @@ def test_a_draw_is_of_its_seed_its_offset_and_its_column_by_philox(width):
     seeds, offsets = [0, 12345, (1 << 63) - 25, (1 << 64) - 1], [0, 4, 8, 4000000]
     logits = torch.randn(4, width, generator=torch.Generator().manual_seed(width))
     logits[:, 5::9] = -torch.inf
-    noise = np.stack(
-        [-np.log1p(-(philox(seed, width, offset) + 0.5) / 2**32) for seed, offset in zip(seeds, offsets, strict=True)]
-    )
-    scores = logits.double() - torch.from_numpy(noise).log()
+    scores = scores_of(logits, seeds, offsets)
     if width > 1:
         best = scores.topk(2).values
         assert (best[:, 0] - best[:, 1] > 1e-4).all(), "the test needs other logits"
@@ -339,24 +321,8 @@ def test_a_million_numbers_of_noise_are_exponential_and_independent():
         assert chi_squared(torch.bincount((8 * first + second).flatten(), minlength=64), torch.full((64,), 1 / 64)) > RARE
 
 
-class Key:
-    """A seed and an offset with the methods of a CUDA generator, for tests on a CPU."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed, self.offset = seed, 0
-
-    def initial_seed(self) -> int:
-        return self.seed
-
-    def get_offset(self) -> int:
-        return self.offset
-
-    def set_offset(self, offset: int) -> None:
-        self.offset = offset
-
-
 def keys(seeds: range) -> dict[int, Any]:
-    made = (torch.Generator("cuda").manual_seed(seed) if ON_GPU else Key(seed) for seed in seeds)
+    made = (torch.Generator("cuda").manual_seed(seed) if ON_GPU else Key().manual_seed(seed) for seed in seeds)
     return dict(enumerate(made))
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +21,8 @@ from fivefold.engines.garbage import collected_seldom, freeze_heap
 from fivefold.engines.transformers import stop_token_ids
 from fivefold.engines.turns import Turns
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, on_cpu
-from fivefold.engines.vllm.logprobs import TAG, logprobs_of
-from fivefold.engines.vllm.parameters import sampling_arguments, seed_of, without_vllms_logprobs
+from fivefold.engines.vllm.logprobs import logprobs_of
+from fivefold.engines.vllm.parameters import copied, sampling_arguments, without_vllms_logprobs
 from fivefold.engines.vllm.routes import V2, as_tensor
 from fivefold.engines.weight_sync import crossed_off, give_back_memory, not_come
 from fivefold.errors import RunError
@@ -126,12 +125,9 @@ class VLLMEngine:
         engine = self._llm.llm_engine
         params = {sampling: self._parameters(sampling) for sampling in dict.fromkeys(one.sampling for one in requests)}
         for request in requests:
-            # vLLM copies what is in them.
-            parameters = copy(params[request.sampling])
-            parameters.seed = seed_of(request.seed)
-            if request.sampling.logprobs:
-                parameters.extra_args = {TAG: str(request.id)}
-            engine.add_request(str(request.id), {"prompt_token_ids": request.prompt_ids}, parameters)
+            name = str(request.id)
+            parameters = copied(params[request.sampling], name if request.sampling.logprobs else None, request.seed)
+            engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, parameters)
         self._aborted, self._tagged = [], {str(request.id) for request in requests if request.sampling.logprobs}
         try:
             with collected_seldom():

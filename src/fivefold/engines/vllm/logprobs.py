@@ -15,10 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from fivefold.engines.vllm.draws import KeyedSampler
+from fivefold.engines.vllm.parameters import TAG
 from fivefold.errors import RunError
 
-TAG = "fivefold"
-"""Name of a request in `SamplingParams.extra_args`. A request that has it hands over its log-probs here."""
 _MOST_UNTAKEN = 1 << 14
 """Number of requests whose log-probs are kept, counting those that no client takes any more."""
 
@@ -100,8 +99,8 @@ class LogprobCollector:
         for name, row in output.req_id_to_index.items():
             if (one := named.get(name)) is None:
                 are_all = False
-            elif count := len(sampled[row]):
-                tokens, logprobs = ours if one.by_us else theirs
+            elif (count := len(sampled[row])) and (rows := ours if one.by_us else theirs) is not None:
+                tokens, logprobs = rows
                 first, drawn_tokens = row if one.by_us or starts is None else starts[row], one.tokens
                 if (position := positions[name]) < len(drawn_tokens):
                     # vLLM draws again what it discards.
@@ -120,15 +119,15 @@ class LogprobCollector:
 _Rows = tuple[list[int], list[float]]
 
 
-def _rows(drawn_2R: Tensor | None) -> _Rows:
+def _rows(drawn_2R: Tensor | None) -> _Rows | None:
     if drawn_2R is None:
-        return [], []
+        return None
     drawn = drawn_2R.numpy()
     return drawn[0].tolist(), drawn[1].view(np.float32).tolist()
 
 
-def _rows_of_vllm(lists: Any) -> _Rows:
-    return ([], []) if lists is None else (lists.logprob_token_ids[:, 0].tolist(), lists.logprobs[:, 0].tolist())
+def _rows_of_vllm(lists: Any) -> _Rows | None:
+    return None if lists is None else (lists.logprob_token_ids[:, 0].tolist(), lists.logprobs[:, 0].tolist())
 
 
 def _tag_of(new: Any) -> str | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from copy import copy
 from typing import Any
 
 from fivefold.types import Sampling
 
+TAG = "fivefold"
+"""Name of a request in `SamplingParams.extra_args`: the workers collect the log-probs of one that has it."""
 _MOST_SEED = (1 << 63) - 1
 
 
@@ -34,6 +37,21 @@ def sampling_arguments(sampling: Sampling, ends: Collection[int]) -> dict[str, A
         "logprobs": 0 if sampling.logprobs else None,
         "flat_logprobs": True,
     }
+
+
+def copied(params: Any, name: str | None, seed: int) -> Any:
+    """Returns vLLM's parameters of one request; those of others that it was made from share what is in them.
+
+    `name`: the request's, if workers collect its log-probs. vLLM's own copies of all parts take longer than the rest of its
+    work for a request; it changes them alike for all requests.
+    """
+    one = copy(params)
+    if hasattr(one, "skip_clone"):
+        one.skip_clone = True
+    one.seed = seed_of(seed)
+    if name is not None:
+        one.extra_args = {TAG: name}
+    return one
 
 
 def without_vllms_logprobs(arguments: dict[str, Any]) -> dict[str, Any]:

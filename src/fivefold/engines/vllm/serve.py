@@ -13,7 +13,6 @@ import os
 import sys
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping
-from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,9 @@ from fivefold.engines.garbage import collect_seldom, freeze_heap
 from fivefold.engines.servers.server_process import ServerProcess, devices_from, own_environment, run_as_program
 from fivefold.engines.vllm.arguments import EXTENSION, ON_CPU, PROGRESS, ROUTE, TAKE, WEIGHTS, on_cpu
 from fivefold.engines.vllm.held_weights import HeldWeights
-from fivefold.engines.vllm.logprobs import TAG, LogprobTaker, logprobs_of
+from fivefold.engines.vllm.logprobs import LogprobTaker, logprobs_of
 from fivefold.engines.vllm.numbers import as_text
-from fivefold.engines.vllm.parameters import seed_of, without_vllms_logprobs
+from fivefold.engines.vllm.parameters import copied, without_vllms_logprobs
 from fivefold.engines.vllm.routes import V2, packed
 from fivefold.engines.vllm.slots import take_slots_at_hand
 
@@ -156,11 +155,7 @@ async def _lines(state: Any, request: dict[str, Any]) -> AsyncIterator[str]:
     params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def draw(number: int, name: str, seed: int) -> str:
-        # vLLM copies what is in them.
-        parameters = copy(params)
-        parameters.seed = seed_of(seed)
-        if has_logprobs:
-            parameters.extra_args = {TAG: name}
+        parameters = copied(params, name if has_logprobs else None, seed)
         async for output in engine.generate({"prompt_token_ids": request["prompt_ids"]}, parameters, name):
             (sampled,) = output.outputs
         spans = getattr(sampled, "weight_versions", None)
@@ -170,18 +165,20 @@ async def _lines(state: Any, request: dict[str, Any]) -> AsyncIterator[str]:
         if has_logprobs:
             logprobs = logprobs_of(name, sampled.token_ids, await state.logprobs.take(engine, name))
         answer = as_text(array("i", sampled.token_ids)), as_text(logprobs), sampled.finish_reason, versions
-        return json.dumps([number, *answer, packed(getattr(sampled, "routed_experts", None))])
+        return json.dumps([number, *answer, packed(getattr(sampled, "routed_experts", None))]) + "\n"
 
-    draws = [asyncio.ensure_future(draw(number, f"{request['name']}-{number}", seed)) for number, seed in request["draws"]]
+    waiting = {asyncio.ensure_future(draw(number, f"{request['name']}-{number}", seed)) for number, seed in request["draws"]}
     try:
-        for done in asyncio.as_completed(draws):
-            yield await done + "\n"
+        while waiting:
+            # Responses that end at the same time travel together.
+            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            yield "".join(one.result() for one in ended)
     except Exception as error:
         yield json.dumps({"error": f"{type(error).__name__}: {error}", "is_dead": engine.errored}) + "\n"
     finally:
         # The client may have gone: the engine then ends these requests.
-        for line in draws:
-            line.cancel()
+        for one in waiting:
+            one.cancel()
 
 
 def server_process(
