@@ -69,7 +69,7 @@ def drawn_here(mesh, directory, case: str, samplings, fault: str):
     engine = vllm_engine(mesh, directory, "d1", CASES[case])
     engine.update_weights(iter(load_tensors(directory).items()), 0)
     generator, torch.Generator = torch.Generator, philox.Key
-    found = {}
+    seen = {}
     try:
         for name, sampling in samplings.items():
             asked = requests(2, sampling, [*PROMPTS, LONG])
@@ -78,12 +78,12 @@ def drawn_here(mesh, directory, case: str, samplings, fault: str):
             whole = complete(engine, asked)
             mixed = complete(engine, [one for pair in zip(greedy, asked, strict=True) for one in pair])
             alone = [complete(engine, [one])[0] for one in reversed(asked)][::-1]
-            found[name] = asked, whole, alone, mixed, vllm_s_own(engine, asked)
+            seen[name] = asked, whole, alone, mixed, vllm_s_own(engine, asked)
     except RunError as error:
         return str(error)
     finally:
         torch.Generator = generator
-    return found
+    return seen
 
 
 def same(first, second) -> bool:
@@ -92,9 +92,9 @@ def same(first, second) -> bool:
     return all(a[0] == b[0] and a[1] == pytest.approx(b[1], abs=1e-5) for a, b in pairs)
 
 
-def failed(found, directory) -> set[str]:
+def failed(seen, directory) -> set[str]:
     checks = set()
-    for asked, whole, alone, mixed, of_vllm in found.values():
+    for asked, whole, alone, mixed, of_vllm in seen.values():
         drawn, others, greedy = (
             [(one.token_ids, one.logprobs) for one in part] for part in (whole, mixed[1::2], mixed[::2])
         )
@@ -116,9 +116,9 @@ def test_our_draws_in_vllm_s_engine_depend_on_keys_alone_and_have_its_log_probs(
     """With options of sampling, preempted requests, and prompts in pieces, of which vLLM discards a draw."""
     directory, tokens = sized("qwen3"), {}
     for case in ("plain", "preempted", "chunked"):
-        (found,) = cluster.run(drawn_here, "megatron:d1", directory, case, SAMPLINGS, "")
-        assert failed(found, directory) == set(), case
-        tokens[case] = [one.token_ids for _, whole, *_ in found.values() for one in whole]
+        (seen,) = cluster.run(drawn_here, "megatron:d1", directory, case, SAMPLINGS, "")
+        assert failed(seen, directory) == set(), case
+        tokens[case] = [one.token_ids for _, whole, *_ in seen.values() for one in whole]
     assert tokens["plain"] == tokens["preempted"] == tokens["chunked"]
 
 
@@ -126,11 +126,11 @@ def test_our_draws_in_vllm_s_engine_depend_on_keys_alone_and_have_its_log_probs(
 def test_a_slip_in_our_sampler_is_seen(cluster, sized, fault):  # noqa: F811
     directory, name = sized("qwen3"), "top_p" if fault == "top-p left out" else "plain"
     samplings = {name: SAMPLINGS[name]}
-    (found,) = cluster.run(drawn_here, "megatron:d1", directory, "chunked", samplings, fault)
+    (seen,) = cluster.run(drawn_here, "megatron:d1", directory, "chunked", samplings, fault)
     if FAULTS[fault][1] == "refused":
-        assert "belong to other tokens than its response" in found
+        assert "belong to other tokens than its response" in seen
     elif FAULTS[fault][1] == "in pieces":
         (right,) = cluster.run(drawn_here, "megatron:d1", directory, "plain", samplings, "")
-        assert [one.token_ids for one in right[name][1]] != [one.token_ids for one in found[name][1]]
+        assert [one.token_ids for one in right[name][1]] != [one.token_ids for one in seen[name][1]]
     else:
-        assert FAULTS[fault][1] in failed(found, directory)
+        assert FAULTS[fault][1] in failed(seen, directory)
