@@ -15,11 +15,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -88,6 +90,22 @@ def transformers_engine(mesh: Mesh, directory: Path, names: list[str]) -> dict[s
     return speeds
 
 
+@contextmanager
+def as_vllm_is(engine: Any) -> Iterator[None]:
+    """Puts back what our engine has replaced in vLLM's scheduler and sampler."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    replaced: list[tuple[Any, str, Any]] = [(KVCacheManager, "allocate_slots", KVCacheManager.allocate_slots.vllms_own)]
+    sampler = getattr(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner, "sampler", None)
+    if (inner := getattr(sampler, "topk_topp_sampler", None)) is not None:
+        replaced.append((inner, "forward", getattr(inner.forward, "vllms_own", inner.forward)))
+        replaced += [(one, "logprobs_mode", "raw_logprobs") for one in (inner, sampler)]
+    with ExitStack() as stack:
+        for one, name, vllms_own in replaced:
+            stack.enter_context(patch.object(one, name, vllms_own))
+        yield
+
+
 def vllm_engine(mesh: Mesh, /, directory: Path, layout: str, sets: int, **overrides: Any) -> None:
     """Start, weight syncs by their parts, tokens a second by set next to vLLM alone, log-probs next to the trainer's.
 
@@ -129,9 +147,10 @@ def vllm_engine(mesh: Mesh, /, directory: Path, layout: str, sets: int, **overri
                     SamplingParams(max_tokens=one.sampling.max_tokens, ignore_eos=True, detokenize=False, **options)
                     for one in mine
                 ]
-                seconds, _ = timed(
-                    mesh, lambda prompts=prompts, params=params: engine._llm.generate(prompts, params, use_tqdm=False)
-                )
+                with as_vllm_is(engine):
+                    seconds, _ = timed(
+                        mesh, lambda prompts=prompts, params=params: engine._llm.generate(prompts, params, use_tqdm=False)
+                    )
                 rates.setdefault(what, []).append(round(tokens_of(completions) / seconds))
         median = {what: statistics.median(measured) for what, measured in rates.items()}
         ratios = {f"ours_over_{what}": round(median["ours"] / median[what], 3) for what in rates if what != "ours"}

@@ -139,7 +139,7 @@ def in_a_small_cache(mesh, directory: Path, run_dir: Path, is_checked: bool):
         counts["preempted"] = max(counts["preempted"], request.num_preemptions)
         return shown(self, request, *arguments, **named)
 
-    counted.is_at_hand = True
+    counted.vllms_own = vllms_own
     KVCacheManager.allocate_slots = counted
     run = config(directory, run_dir, 1)
     run = replace(
@@ -168,7 +168,7 @@ def test_the_schedulers_of_servers_look_for_room_in_the_same_way():
     program = (
         "import runpy; runpy.run_module('fivefold.engines.vllm.serve', run_name='__mp_main__')\n"
         "from vllm.v1.core.kv_cache_manager import KVCacheManager\n"
-        "print(KVCacheManager.allocate_slots.is_at_hand)"
+        "print(callable(KVCacheManager.allocate_slots.vllms_own))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["True"], done.stderr

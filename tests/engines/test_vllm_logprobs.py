@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -203,7 +204,7 @@ class Worker(LogprobCollector):
     """`by_us`: our sampler hands over the log-probs of all requests, and not vLLM."""
 
     def __init__(self, by_us: bool = False) -> None:
-        self.model_runner, self.by_us, self.taken = Runner(), by_us, []
+        self.model_runner, self.by_us, self.taken, self.most = Runner(), by_us, [], 0
         for _ in range(2):
             self.collect_logprobs(SimpleNamespace(take=lambda: self.taken.pop()))
 
@@ -249,6 +250,7 @@ class Worker(LogprobCollector):
         rows = [row[0] if row else (999, -9.0) for row in drawn.values()]
         numbers = np.array([token for token, _ in rows], np.int32), np.array([logprob for _, logprob in rows], np.float32)
         self.taken = [torch.from_numpy(np.stack([numbers[0], numbers[1].view(np.int32)])) if self.by_us else None]
+        self.most = max(self.most, len(self._steps._drawn))
         self.model_runner.execute_model(scheduled)
         return self.model_runner.sample_tokens(None).get_output
 
@@ -290,6 +292,47 @@ def test_requests_of_other_clients_get_vllm_s_own_objects():
     assert output.logprobs is not None
     assert worker.step({"a": [(6, -3.0)]}, cached={"a": 1})().logprobs is None
     assert worker.collected("A", "THEIRS") == [([4, 6], [-1.0, -3.0]), ([], [])]
+
+
+def random_steps(worker, seed: int) -> dict[str, list[tuple[int, float]]]:
+    """Steps as a scheduler makes them, most of them like the one before; returns what each request has drawn."""
+    draw = random.Random(seed)
+    drawn: dict[str, list[tuple[int, float]]] = {}
+    running: list[str] = []
+    finished: list[str] = []
+    for step in range(400):
+        new = []
+        if step == 0 or draw.random() < 0.03:
+            new = [f"a{len(drawn) + number}" for number in range(draw.randrange(1, 4))]
+            drawn |= {name: [] for name in new}
+        taken_back = draw.choice(running) if running and draw.random() < 0.03 else None
+        if taken_back:
+            # A draw in flight is discarded where weights change.
+            drawn[taken_back] = drawn[taken_back][:-1]
+        cached = {name: len(drawn[name]) for name in running}
+        running += new
+        rows = draw.sample(running, len(running)) if draw.random() < 0.03 else running
+        without = draw.choice(rows) if draw.random() < 0.03 else None
+        tokens = {name: [] if name == without else [(draw.randrange(9999), float(draw.randrange(-900, 0)))] for name in rows}
+        for name, pairs in tokens.items():
+            drawn[name] += pairs
+        worker.step(tokens, new=dict.fromkeys(new, ()), cached=cached, finished=finished)()
+        finished = [name for name in running if draw.random() < 0.004 and len(running) > 1][:1]
+        running = [name for name in running if name not in finished]
+        if draw.random() < 0.02:
+            gone = draw.choice([name for name in drawn if name not in running] or [None])
+            if gone is not None and drawn[gone]:
+                assert worker.collected(gone.upper()) == [tuple(map(list, zip(*drawn.pop(gone), strict=True)))]
+                drawn[gone] = []
+    return {name: drawn[name] for name in running}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_that_are_divided_at_once_give_each_request_what_it_has_drawn(seed):
+    worker = Worker(by_us=True)
+    for name, pairs in random_steps(worker, seed).items():
+        assert worker.collected(name.upper()) == [([token for token, _ in pairs], [logprob for _, logprob in pairs])]
+    assert worker.most > 1, "no step was like the one before"
 
 
 def test_log_probs_that_no_client_takes_do_not_pile_up(monkeypatch):

@@ -36,7 +36,7 @@ class KeyedSampler:
     def __init__(self, forward: Callable[..., Any], truncate: Callable[..., Tensor], seed: int, draws: bool = True) -> None:
         """`forward`: vLLM's own; `truncate`: its top-k and top-p; `seed`: of requests without a key; `draws`: whether to
         draw here at all."""
-        self._vllms_own, self._truncate, self._draws = forward, truncate, draws
+        self.vllms_own, self._truncate, self._draws = forward, truncate, draws
         self._without_key = np.random.default_rng(seed)
         self._slots: dict[torch.Generator, int] = {}
         self._seeds, self._offsets = np.zeros(0, np.uint64), np.zeros(0, np.int64)
@@ -58,7 +58,7 @@ class KeyedSampler:
             if self.needs_all:
                 logprobs_RV = logits_RV.log_softmax(-1)
         else:
-            tokens_R, logprobs_RV = self._vllms_own(logits_RV, generators, k, p)
+            tokens_R, logprobs_RV = self.vllms_own(logits_RV, generators, k, p)
             if logprobs_RV is None:
                 return tokens_R, None
             logprobs_R = logprobs_RV.gather(1, tokens_R.long()[:, None])[:, 0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from fivefold.engines.vllm.draws import KeyedSampler
 from fivefold.engines.vllm.parameters import TAG
 from fivefold.errors import RunError
 
+_MOST_STEPS = 64
+"""Number of steps whose draws are divided among their requests at once."""
 _MOST_UNTAKEN = 1 << 14
 """Number of requests whose log-probs are kept, counting those that no client takes any more."""
 
@@ -34,6 +37,54 @@ class _Request:
         self.tokens, self.logprobs, self.by_us = array("i"), array("f"), by_us
 
 
+class _Steps:
+    """Draws of consecutive steps in which the same requests draw one token each: divided among them once for many steps."""
+
+    def __init__(self) -> None:
+        self._drawn: list[Tensor] = []
+        self._names: list[str] = []
+        self._counts: list[int] = []
+        self._rows: dict[str, int] = {}
+        self._requests: list[_Request | None] = []
+
+    def begin(self, cached: Any, rows: dict[str, int], named: Mapping[str, _Request]) -> None:
+        """Expect further steps like this one, whose draws have been collected."""
+        self._names, self._counts, self._rows = list(cached.req_ids), list(cached.num_output_tokens), dict(rows)
+        self._requests = [None] * len(rows)
+        for name, row in rows.items():
+            self._requests[row] = named.get(name)
+
+    def take(self, scheduled: Any, output: Any, drawn_2R: Tensor | None) -> bool:
+        """Returns whether this step is like the one before; its draws are then kept."""
+        cached = scheduled.scheduled_cached_reqs
+        if (
+            drawn_2R is None
+            or output.logprobs is not None
+            or scheduled.scheduled_new_reqs
+            or cached.req_ids != self._names
+            or output.req_id_to_index != self._rows
+            or set(map(len, output.sampled_token_ids)) != {1}
+            or cached.num_output_tokens != [count + 1 for count in self._counts]
+        ):
+            return False
+        self._counts = cached.num_output_tokens
+        self._drawn.append(drawn_2R)
+        if len(self._drawn) == _MOST_STEPS:
+            self.divide()
+        return True
+
+    def divide(self) -> None:
+        """Append to each request what it has drawn."""
+        if not self._drawn:
+            return
+        steps_R2S = np.ascontiguousarray(np.stack([drawn_2R.numpy() for drawn_2R in self._drawn], axis=-1).swapaxes(0, 1))
+        for one, (tokens_S, bits_S) in zip(self._requests, steps_R2S, strict=True):
+            if one is not None:
+                one.tokens.frombytes(tokens_S.tobytes())
+                one.logprobs.frombytes(bits_S.tobytes())
+        self._drawn.clear()
+
+
 class LogprobCollector:
     """Mixed into vLLM's worker: `collect_logprobs` once, `give_logprobs` when requests are done."""
 
@@ -41,12 +92,16 @@ class LogprobCollector:
 
     _requests: dict[str, _Request]
     _sampler: KeyedSampler | None
+    _steps: _Steps
+    _lock: Lock
 
     def collect_logprobs(self, sampler: KeyedSampler | None) -> None:
         """Collect log-probs of tagged requests from now on; `sampler` hands over those that vLLM does not compute."""
         if hasattr(self, "_requests"):
             return
         self._requests, self._sampler, runner = {}, sampler, self.model_runner
+        # With several workers results arrive on a thread of their own.
+        self._steps, self._lock = _Steps(), Lock()
         named: dict[str, _Request] = {}
         execute, sample, scheduled = runner.execute_model, runner.sample_tokens, None
 
@@ -62,7 +117,9 @@ class LogprobCollector:
 
     def give_logprobs(self, names: Sequence[str]) -> list[Drawn]:
         """Returns tokens and log-probs of requests that are done; a request that has drawn no token has none."""
-        drawn = [self._requests.pop(name, _Request()) for name in names]
+        with self._lock:
+            self._steps.divide()
+            drawn = [self._requests.pop(name, _Request()) for name in names]
         return [(one.tokens.tobytes(), one.logprobs.tobytes()) for one in drawn]
 
     def _watched(self, result: Any, scheduled: Any, named: dict[str, _Request]) -> Any:
@@ -76,10 +133,18 @@ class LogprobCollector:
         return result if result is None else self._collect(result, scheduled, named, drawn)
 
     def _collect(self, output: Any, scheduled: Any, named: dict[str, _Request], drawn_2R: Tensor | None) -> Any:
+        with self._lock:
+            for name in scheduled.finished_req_ids:
+                named.pop(name, None)
+            if not self._steps.take(scheduled, output, drawn_2R):
+                self._steps.divide()
+                self._collect_step(output, scheduled, named, drawn_2R)
+                self._steps.begin(scheduled.scheduled_cached_reqs, output.req_id_to_index, named)
+        return output
+
+    def _collect_step(self, output: Any, scheduled: Any, named: dict[str, _Request], drawn_2R: Tensor | None) -> None:
         cached = scheduled.scheduled_cached_reqs
         positions: dict[str, int] = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
-        for name in scheduled.finished_req_ids:
-            named.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
             if (tag := _tag_of(new)) is not None:
                 # The second model runner gets a preempted request as a new one, with the tokens that it has drawn.
@@ -91,7 +156,7 @@ class LogprobCollector:
         while len(self._requests) > max(_MOST_UNTAKEN, 2 * len(named)):
             self._requests.pop(next(iter(self._requests)), None)
         if not named:
-            return output
+            return
         # The tokens are taken from the rows of the log-probs, so that a wrong row is seen when they are handed over.
         ours, theirs = _rows(drawn_2R), _rows_of_vllm(output.logprobs)
         starts = None if output.logprobs is None else output.logprobs.cu_num_generated_tokens
@@ -113,7 +178,6 @@ class LogprobCollector:
                     one.logprobs.extend(logprobs[first : first + count])
         if are_all:
             output.logprobs = None
-        return output
 
 
 _Rows = tuple[list[int], list[float]]

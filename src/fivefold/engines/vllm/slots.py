@@ -56,7 +56,7 @@ def at_hand(allocate: Callable[..., Any]) -> Callable[..., Any]:
                 return slots.none
         return allocate(self, request, num_new_tokens, *arguments, **named)
 
-    allocate_slots.is_at_hand = True  # type: ignore[attr-defined]
+    allocate_slots.vllms_own = allocate  # type: ignore[attr-defined]
     return allocate_slots
 
 
@@ -64,5 +64,5 @@ def take_slots_at_hand() -> None:
     """Let a scheduler of vLLM in this process, if it is here, allocate blocks only for requests that need one."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    if not hasattr(KVCacheManager.allocate_slots, "is_at_hand"):
+    if not hasattr(KVCacheManager.allocate_slots, "vllms_own"):
         KVCacheManager.allocate_slots = at_hand(KVCacheManager.allocate_slots)
