@@ -92,9 +92,10 @@ def _sources(line: Line, system: str) -> str:
 
 
 def _flow(value: Any) -> str:
-    """Return a value in YAML's flow form, in one line."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
-    return text.removesuffix("\n...\n").strip()
+    """Return a value in YAML's flow form, in one line; what a terminal does not show is escaped, as it is when printed."""
+    texts = (yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=is_raw) for is_raw in (True, False))
+    shown, escaped = (text.removesuffix("\n...\n").strip(" \n") for text in texts)
+    return shown if shown.isprintable() else escaped
 
 
 def _table(outcomes: list[Outcome], system: str) -> list[str]:

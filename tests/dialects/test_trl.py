@@ -5,10 +5,13 @@ from __future__ import annotations
 import shlex
 
 import pytest
+import yaml
 
 from fivefold.config import RunConfig
 from fivefold.config.loader import ConfigError
 from fivefold.errors import UserError
+from fivefold.terminal import plain
+from fivefold_dialects import writer
 from fivefold_dialects.trl import NO_PROCESSES
 from tests.support.dialects import config, translate_words, translated
 
@@ -250,3 +253,9 @@ def test_what_differs_is_said_and_only_where_it_differs():
 def test_what_changes_no_number_of_trl_is_said_and_the_run_starts(key):
     (outcome,) = [entry for entry in words(f"trl grpo {GRPO} --{key}").outcomes if entry.key == key]
     assert (outcome.kind, outcome.changes_result) == ("unsupported", False)
+
+
+@pytest.mark.parametrize("path", ["\u202e", "models/\u202eqwen", "\u00a0", "\u3000a", "b\u2028", "models/é"])
+def test_a_path_that_a_terminal_does_not_show_is_the_same_in_the_printed_run_yaml(path):
+    translation = translate_words("trl", ["sft", "--model_name_or_path", path], {})
+    assert yaml.safe_load(plain(writer.write(translation, "trl")))["model"]["path"] == path

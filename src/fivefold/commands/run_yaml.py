@@ -123,6 +123,6 @@ def _power_of_two(most: int) -> int:
 def _render(line: Line) -> str:
     key, value, comment = line
     is_nested = isinstance(value, (dict, list))
-    shown = yaml.safe_dump({key: value}, default_flow_style=is_nested, width=10**6, allow_unicode=True).strip()
+    shown = yaml.safe_dump({key: value}, default_flow_style=is_nested, width=10**6, allow_unicode=True).strip(" \n")
     text = "  " + (shown[1:-1] if is_nested else shown)
     return f"{text:<{_COLUMN}} # {comment}" if comment else text
